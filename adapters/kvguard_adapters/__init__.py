@@ -1,0 +1,1 @@
+"""Adapters of kvguard: engines, memory cards, model files, tokenizers."""

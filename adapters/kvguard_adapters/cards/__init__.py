@@ -1,0 +1,1 @@
+"""Memory devices behind the `Card` protocol."""

@@ -1,0 +1,159 @@
+"""Protocols that adapters and policies implement. Who calls each, and what it may not do, is in its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from kvguard.domain import (
+    Accounts,
+    Capabilities,
+    Capacity,
+    CardInfo,
+    CardReading,
+    Decision,
+    Demand,
+    Endpoint,
+    Ending,
+    EngineSample,
+    Failure,
+    Knobs,
+    Launch,
+    Rung,
+    Snapshot,
+)
+
+
+class Card(Protocol):
+    """A memory device. Called by the meter at 20 Hz or faster: a read is short and never raises for pressure.
+
+    Raises CardLost when the device is gone.
+    """
+
+    info: CardInfo
+
+    def read(self, own_pids: Sequence[int] = ()) -> CardReading:
+        """Read total, used and (where possible) our own bytes now."""
+
+
+class CardLost(RuntimeError):
+    """The memory device does not answer any more."""
+
+
+class BackendError(RuntimeError):
+    """Base of what an engine adapter raises."""
+
+
+class NotReady(BackendError):
+    """The engine is not up yet, or does not answer."""
+
+
+class ProtocolError(BackendError):
+    """The engine answered something that its adapter does not understand."""
+
+
+class Engine(Protocol):
+    """A live engine at an endpoint. Called from the event loop; every method is bounded in time.
+
+    Raises NotReady when it cannot be reached, ProtocolError when its answer makes no sense.
+    """
+
+    async def healthy(self) -> bool:
+        """True when it would serve a request now; False while it is loading. Never raises."""
+
+    async def capacity(self, knobs: Knobs, log_lines: Sequence[str]) -> Capacity:
+        """What it holds, from its own endpoints and start-up log."""
+
+    async def sample(self) -> EngineSample:
+        """One look at running, waiting, KV usage and slots."""
+
+    async def count_tokens(self, path: str, body: Mapping[str, Any]) -> int:
+        """Exact prompt tokens of one sequence of a request body on `path`, chat template and BOS included."""
+
+    async def model_names(self) -> Sequence[str]:
+        """Ids under `/v1/models`, the engine's own first."""
+
+    async def close(self) -> None:
+        """Release connections; the engine itself lives on."""
+
+
+class Backend(Protocol):
+    """A kind of engine. Used by the supervisor, planner and tuner."""
+
+    name: str
+    capabilities: Capabilities
+
+    def version(self) -> str:
+        """Version of the installed engine; may run it once. Raises BackendError with the remedy."""
+
+    def launch(self, knobs: Knobs, *, port: int, api_key: str) -> Launch:
+        """The command line for these knobs on 127.0.0.1:port."""
+
+    def connect(self, endpoint: Endpoint) -> Engine:
+        """A client for a running engine."""
+
+    def milestone(self, line: str) -> str | None:
+        """Name of the start-up milestone that a log line marks (see Evidence.milestone), or None."""
+
+    def measured(self, log_lines: Sequence[str]) -> Accounts | None:
+        """The accounts that the engine printed at start-up; None if it printed none."""
+
+    def next_steps(self, knobs: Knobs, rung: Rung) -> Sequence[Knobs]:
+        """Smaller configurations that differ from `knobs` in this rung alone, nearest first."""
+
+    def dry_run(self, knobs: Knobs) -> Accounts | None:
+        """Ask the engine what these knobs would take, without allocating; None where it cannot tell."""
+
+
+class AdmissionPolicy(Protocol):
+    """Decides who may run. Called by the limiter alone, in one task.
+
+    Pure: no I/O, no clock, no logging. `decide` changes nothing; the limiter tells what came of it.
+    """
+
+    name: str
+
+    def resize(self, capacity: Capacity) -> None:
+        """A new backend life: forget all leases, keep what was learned."""
+
+    def decide(self, demand: Demand) -> Decision:
+        """ADMIT if it may start now, WAIT if later, REFUSE if it can never fit this capacity."""
+
+    def admit(self, lease_id: int, demand: Demand, key: str) -> None:
+        """The limiter started this request."""
+
+    def progress(self, lease_id: int, new_tokens: int) -> None:
+        """Tokens that one lease has streamed so far (of its longest sequence)."""
+
+    def release(self, lease_id: int, ending: Ending, new_tokens: int | None) -> None:
+        """The engine has freed it; `new_tokens` None where it never told."""
+
+    def observe(self, sample: EngineSample) -> None:
+        """What the engine and the card say of themselves."""
+
+
+class Ladder(Protocol):
+    """Chooses the next smaller configuration. Called by the supervisor alone. Pure."""
+
+    def next(
+        self, failure: Failure, options: Mapping[Rung, Sequence[Knobs]], refuted: Sequence[Knobs]
+    ) -> tuple[Rung, Knobs] | None:
+        """The rung to take and the knobs that it leads to; None when the ladder is exhausted."""
+
+
+class Supervision(Protocol):
+    """What the request path sees of the supervisor. Implemented by `kvguard.supervisor`; read-only for others."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The present one; immutable."""
+
+    async def changed(self, than: Snapshot) -> Snapshot:
+        """Wait until the snapshot is another one, and return it."""
+
+    async def verdict(self, generation: int) -> Snapshot:
+        """Tell a relay whose upstream broke what became of that backend life.
+
+        Returns a READY snapshot of the same generation (the engine lives: the error is the request's own),
+        a READY one of a later generation (replay there), or one in FAILED or STOPPED (give up).
+        """

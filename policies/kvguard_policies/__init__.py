@@ -1,0 +1,1 @@
+"""Policies of kvguard: pure decisions, no I/O, no clock, no logging."""

@@ -1,0 +1,1 @@
+"""What to give up when memory runs out."""
