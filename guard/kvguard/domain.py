@@ -441,6 +441,7 @@ class Failure:
     confidence: float
     evidence: tuple[str, ...]
     remedy: str = ""
+    fits_ctx_tokens: int | None = None  # the longest context that the engine itself says would fit
 
     @property
     def cause(self) -> Cause:
@@ -449,6 +450,33 @@ class Failure:
     @property
     def is_memory(self) -> bool:
         return self.cause in MEMORY_CAUSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A rung that was passed over, and why, with the sum that proves it where there is one."""
+
+    rung: Rung
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the ladder: one variable, what it leads to, why, and what it costs the user."""
+
+    rung: Rung
+    knobs: Knobs
+    reason: str
+    cost: str
+    skipped: tuple[Skip, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhausted:
+    """No step: the failure is not one of memory, or every rung is used up. `reason` says what to do."""
+
+    reason: str
+    skipped: tuple[Skip, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvguard.domain import (
@@ -16,11 +16,13 @@ from kvguard.domain import (
     Endpoint,
     Ending,
     EngineSample,
+    Exhausted,
     Failure,
     Knobs,
     Launch,
     Rung,
     Snapshot,
+    Step,
 )
 
 
@@ -136,9 +138,22 @@ class Ladder(Protocol):
     """Chooses the next smaller configuration. Called by the supervisor alone. Pure."""
 
     def next(
-        self, failure: Failure, options: Mapping[Rung, Sequence[Knobs]], refuted: Sequence[Knobs]
-    ) -> tuple[Rung, Knobs] | None:
-        """The rung to take and the knobs that it leads to; None when the ladder is exhausted."""
+        self,
+        failure: Failure,
+        current: Knobs,
+        options: Mapping[Rung, Sequence[Knobs]],
+        refuted: Sequence[Knobs],
+        *,
+        need_bytes: int | None = None,
+        frees: Callable[[Knobs], int] | None = None,
+    ) -> Step | Exhausted:
+        """The step to take from `current`; Exhausted where no step is left or none is called for.
+
+        options     per rung what `Backend.next_steps(current, rung)` gave
+        refuted     configurations that are known to fail here; none of them is ever returned
+        need_bytes  what is missing on the card that ran out, if known
+        frees       what a configuration frees there against `current` (negative: it takes more)
+        """
 
 
 class Supervision(Protocol):
