@@ -198,7 +198,7 @@ class _TomlSource(PydanticBaseSettingsSource):
             raise SettingsError(f"{self.path} is not valid TOML: {exc}") from exc
 
 
-def load(config: Path | None = None, flags: dict[str, dict[str, Any]] | None = None) -> Settings:
+def load(config: Path | None = None, flags: dict[str, Any] | None = None) -> Settings:
     """Parse everything once. `flags` holds only what was given. Raises SettingsError."""
     _TomlSource.path = config or (
         Path(os.environ["KVGUARD_CONFIG"]) if os.environ.get("KVGUARD_CONFIG") else None
