@@ -1,4 +1,4 @@
-"""What happened, for people and pages: each event is logged, kept in a short ring, and sent to subscribers."""
+"""What happened, for people and pages: each event is logged, kept for a while, and sent on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols that adapters and policies implement. Who calls each, and what it may not do, is in its docstring."""
+"""Protocols that adapters and policies implement; each says who calls it, and what it may not do."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvguard.domain import (
     CardReading,
     Decision,
     Demand,
-    Endpoint,
     Ending,
+    Endpoint,
     EngineSample,
     Exhausted,
     Failure,
@@ -157,7 +157,7 @@ class Ladder(Protocol):
 
 
 class Supervision(Protocol):
-    """What the request path sees of the supervisor. Implemented by `kvguard.supervisor`; read-only for others."""
+    """What the request path sees of the supervisor (`kvguard.supervisor`); read-only."""
 
     @property
     def snapshot(self) -> Snapshot:

@@ -21,6 +21,7 @@ class ProbeResult:
 
     status: int
     prompt_tokens: int = 0
+    max_new_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
     body: str = ""
@@ -63,6 +64,7 @@ async def probe(
     return ProbeResult(
         status=200,
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        max_new_tokens=max_new_tokens,
         new_tokens=int(usage.get("completion_tokens") or 0),
         seconds=time.monotonic() - started_s,
     )
