@@ -194,12 +194,8 @@ class _Cursor:
 
     def strings(self, count: int, what: str) -> Counted:
         """Step over an array of strings: this loop is the whole time of a large vocabulary."""
-        unpack, view, position, end = (
-            struct.Struct(self.order + "Q").unpack_from,
-            self.view,
-            self.position,
-            self.end,
-        )
+        unpack = struct.Struct(self.order + "Q").unpack_from
+        view, position = self.view, self.position
         try:
             for _ in range(count):
                 position += 8 + unpack(view, position)[0]

@@ -143,6 +143,7 @@ class _Model:
         head_k, head_v = (self.head_k_swa, self.head_v_swa) if windowed else (self.head_k, self.head_v)
         return LayerKV(
             name="window" if windowed else "mla" if self.mla else "attention",
+            layer=layer,
             kind="full" if not windowed else "chunk" if self.kind_of_window == "chunk" else "window",
             k_elems=head_k * kv_heads,
             v_elems=0 if self.mla else head_v * kv_heads,
@@ -152,7 +153,7 @@ class _Model:
             window=self.window if windowed else 0,
         )
 
-    def state(self) -> LayerKV:
+    def state(self, layer: int) -> LayerKV:
         """The recurrent state of one layer: n_embd_r and n_embd_s of src/llama-hparams.cpp."""
         f, heads = self.fields, self.heads[0]
         conv = max(f.number("ssm.conv_kernel", 0) - 1, 0)
@@ -170,12 +171,12 @@ class _Model:
             inner, size = f.number("ssm.inner_size"), f.number("ssm.state_size")
             r = conv * (inner + 2 * f.number("ssm.group_count", 0) * size)
             s = inner * size
-        return LayerKV(name="state", kind="state", conv_elems=r, state_elems=s)
+        return LayerKV(name="state", kind="state", layer=layer, conv_elems=r, state_elems=s)
 
-    def indexer(self, factor: int = 1) -> LayerKV:
+    def indexer(self, layer: int, factor: int = 1) -> LayerKV:
         """The keys of a sparse attention's indexer: one head, no values."""
         size = self.fields.number("attention.indexer.key_length") * factor
-        return LayerKV(name="indexer", kind="full", k_elems=size, k_head=size)
+        return LayerKV(name="indexer", kind="full", layer=layer, k_elems=size, k_head=size)
 
 
 def _is_window(layer: int, period: int, dense_first: bool) -> bool:
@@ -193,15 +194,12 @@ def gguf_geometry(architecture: str, hparams: Mapping[str, Any]) -> Geometry:
     if rule is None:
         rule, basis = _plain, Basis.ESTIMATE
         note = f"architecture {architecture!r} is not known: priced as plain attention in every layer"
-    layers = collapse(rule(model))
-    kv_heads = model.kv_heads
-    v_elems = [
-        (model.head_v_swa if swa else model.head_v) * n
-        for swa, n in zip(model.is_window, kv_heads, strict=True)
-    ]
+    by_layer = tuple(rule(model))
+    head_v = [model.head_v_swa if windowed else model.head_v for windowed in model.is_window]
     return Geometry(
         architecture=architecture,
-        layers=layers,
+        layers=collapse(by_layer),
+        by_layer=by_layer,
         n_ctx_train=model.fields.number("context_length", 0),
         mla=model.mla or architecture == "deepseek4",
         v_elems_max=max(head * heads for head, heads in zip(head_v, model.kv_heads, strict=True)),
@@ -238,6 +236,7 @@ def _granite_switch(model: _Model) -> list[LayerKV]:
     head = LayerKV(
         name="router",
         kind="full",
+        layer=model.layers,
         k_elems=model.head_k,
         v_elems=model.head_v,
         k_head=model.head_k,
@@ -252,13 +251,12 @@ def _nanbeige(model: _Model) -> list[LayerKV]:
 
 
 def _recurrent(model: _Model) -> list[LayerKV]:
-    return [model.state()] * model.layers
+    return [model.state(i) for i in range(model.layers)]
 
 
 def _hybrid_by_heads(model: _Model) -> list[LayerKV]:
     """A layer without KV heads is recurrent."""
-    state = model.state()
-    return [model.attention(i) if model.kv_heads[i] else state for i in range(model.layers)]
+    return [model.attention(i) if model.kv_heads[i] else model.state(i) for i in range(model.layers)]
 
 
 def _lfm2(model: _Model) -> list[LayerKV]:
@@ -270,14 +268,13 @@ def _lfm2(model: _Model) -> list[LayerKV]:
 
 def _both(model: _Model) -> list[LayerKV]:
     """Falcon-H1: every layer has attention and a state."""
-    return [model.attention(i) for i in range(model.layers)] + [model.state()] * model.layers
+    return _plain(model) + _recurrent(model)
 
 
 def _nemotron_h(model: _Model) -> list[LayerKV]:
     """Layers with a feed-forward keep nothing; of the others, those without KV heads are recurrent."""
     ff = model.fields.per_layer("feed_forward_length", model.all_layers, [0] * model.all_layers)
-    state = model.state()
-    return [model.attention(i) if model.kv_heads[i] else state for i in range(model.layers) if ff[i] == 0]
+    return [layer for layer in _hybrid_by_heads(model) if ff[layer.layer] == 0]
 
 
 def _interval(default: int) -> _Rule:
@@ -287,25 +284,23 @@ def _interval(default: int) -> _Rule:
         interval = max(model.fields.number("full_attention_interval", default), 1)
         fallback = [int((i + 1) % interval != 0) for i in range(model.all_layers)]
         marks = model.fields.per_layer("attention.recurrent_layers", model.all_layers, fallback)
-        state = model.state()
-        return [state if marks[i] else model.attention(i) for i in range(model.layers)]
+        return [model.state(i) if marks[i] else model.attention(i) for i in range(model.layers)]
 
     return rule
 
 
 def _qwen4exp(model: _Model) -> list[LayerKV]:
     layers = _interval(4)(model)
-    indexed = [model.indexer()] * sum(layer.kind == "full" for layer in layers)
+    indexed = [model.indexer(layer.layer) for layer in layers if layer.kind == "full"]
     ple = model.fields.values.get("ple.layers") or ()
-    return layers + indexed + [_ple_history(model)] * len(ple)
+    return layers + indexed + [_ple_history(model, int(i)) for i in ple]
 
 
-def _ple_history(model: _Model) -> LayerKV:
+def _ple_history(model: _Model, layer: int) -> LayerKV:
     f = model.fields
     rows = (f.number("ple.conv_kernel") - 1) * f.number("ple.ngram_size")
-    return LayerKV(
-        name="history", kind="state", conv_elems=rows * f.number("hyper_connection.count") * model.n_embd
-    )
+    elems = rows * f.number("hyper_connection.count") * model.n_embd
+    return LayerKV(name="history", kind="state", layer=layer, conv_elems=elems)
 
 
 def _indexed(model: _Model) -> list[LayerKV]:
@@ -316,20 +311,23 @@ def _indexed(model: _Model) -> list[LayerKV]:
         return _plain(model)
     if len(full) < model.layers:
         raise GeometryError(f"{model.architecture} metadata: attention.indexer.types is too short")
-    return _plain(model) + [model.indexer() for i in range(model.layers) if full[i]]
+    return _plain(model) + [model.indexer(i) for i in range(model.layers) if full[i]]
 
 
 def _glm5_next(model: _Model) -> list[LayerKV]:
     types = model.fields.per_layer("attention.indexer.types", model.layers, [1] * model.layers)
     layers = _hybrid_by_heads(model)
-    return layers + [model.indexer(3) for i in range(model.layers) if model.kv_heads[i] and types[i]]
+    return layers + [model.indexer(i, 3) for i in range(model.layers) if model.kv_heads[i] and types[i]]
 
 
 def _minimax_m3(model: _Model) -> list[LayerKV]:
     """Sparse layers keep an indexer's keys, and values of the model's own value length beside them."""
     lead = model.fields.number("leading_dense_block_count", 0)
-    indexer = replace(model.indexer(), v_elems=model.head_v, v_head=model.head_v)
-    return _plain(model) + [indexer] * max(model.all_layers - lead, 0)
+    sparse = [
+        replace(model.indexer(i), v_elems=model.head_v, v_head=model.head_v)
+        for i in range(lead, model.all_layers)
+    ]
+    return _plain(model) + sparse
 
 
 def _deepseek4(model: _Model) -> list[LayerKV]:
@@ -340,23 +338,17 @@ def _deepseek4(model: _Model) -> list[LayerKV]:
     f, head = model.fields, model.head_k
     ratios = f.per_layer("attention.compress_ratios", model.all_layers)
     window, index = f.number("attention.sliding_window"), f.number("attention.indexer.key_length")
-    layers = [
-        LayerKV(name="window", kind="window", k_elems=head * n, k_head=head, window=window, own_pool=True)
-        for n in model.kv_heads[: model.layers]
-    ]
-    for layer, ratio in enumerate(ratios[: model.layers]):
-        if ratio not in (4, 128):
-            continue
-        row = head * model.kv_heads[layer]
-        layers.append(
-            LayerKV(
-                name="compressed", kind="compressed", k_elems=row, k_head=head, ratio=ratio, own_pool=True
-            )
-        )
-        rows = [16 * head, 16 * index] if ratio == 4 else [128 * head]
-        layers += [LayerKV(name="compressor", kind="state", state_elems=2 * elems) for elems in rows]
-        if ratio == 4:
-            layers.append(replace(compressed, name="indexer", k_elems=index, k_head=index))
+    layers = []
+    for i, ratio in enumerate(ratios[: model.layers]):
+        raw = LayerKV(name="window", kind="window", layer=i, k_elems=head * model.kv_heads[i], k_head=head)
+        layers.append(replace(raw, window=window, own_pool=True))
+        if ratio in (4, 128):
+            compressed = replace(raw, name="compressed", kind="compressed", ratio=ratio, own_pool=True)
+            rows = [16 * head, 16 * index] if ratio == 4 else [128 * head]
+            states = [LayerKV(name="compressor", kind="state", layer=i, state_elems=2 * n) for n in rows]
+            layers += [compressed, *states]
+            if ratio == 4:
+                layers.append(replace(compressed, name="indexer", k_elems=index, k_head=index))
     return layers
 
 

@@ -1,7 +1,8 @@
 """What llama.cpp allocates for a geometry: cells, KV cache, states, and what one request uses of them.
 
 Source: llama.cpp src/llama-context.cpp (constructor), src/llama-kv-cache*.cpp and
-src/llama-memory-recurrent.cpp, as vendored by llama-cpp-python 0.3.36. All of it is allocated at the start; requests only use it.
+src/llama-memory-recurrent.cpp, as vendored by llama-cpp-python 0.3.36. All of it is allocated at the start;
+requests only use it.
 """
 
 from __future__ import annotations

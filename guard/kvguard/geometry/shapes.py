@@ -7,8 +7,8 @@ what it costs is computed from it and that engine's settings.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvguard.domain import Basis
@@ -22,8 +22,9 @@ class GeometryError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
-    """`count` layers that keep the same thing.
+    """What one layer keeps, or `count` layers that keep the same.
 
+    layer        which one it is; of no meaning where count counts several
     kind         full: every token; window, chunk: the last `window` tokens; compressed: one cell for each
                  `ratio` tokens; state: a fixed size a sequence, however long it is
     k_elems      elements of a token's key row, all KV heads (MLA: latent + rope); v_elems likewise, 0 if none
@@ -36,6 +37,7 @@ class LayerKV:
 
     name: str
     kind: LayerKind
+    layer: int = 0
     count: int = 1
     k_elems: int = 0
     v_elems: int = 0
@@ -54,19 +56,26 @@ class LayerKV:
 class Geometry:
     """A model's layers as an engine keeps them.
 
-    basis  EXACT where the architecture is known, else ESTIMATE with the reason in `note`
-    mla    keys and values share one latent: an engine may refuse different types for them
-    source where the rule comes from
+    layers   equal ones counted; by_layer: each by itself, for engines that spread layers over devices
+    basis    EXACT where the architecture is known, else ESTIMATE with the reason in `note`
+    mla      keys and values share one latent: an engine may refuse different types for them
+    source   where the rule comes from
     """
 
     architecture: str
     layers: tuple[LayerKV, ...]
+    by_layer: tuple[LayerKV, ...] = field(default=(), repr=False)
     n_ctx_train: int
     mla: bool = False
     v_elems_max: int = 0
     basis: Basis = Basis.EXACT
     note: str = ""
     source: str = ""
+
+    def part(self, layers: Container[int]) -> Geometry:
+        """The same model with only these layers' caches."""
+        kept = tuple(entry for entry in self.by_layer if entry.layer in layers)
+        return replace(self, layers=collapse(kept), by_layer=kept)
 
     @property
     def grows(self) -> bool:
@@ -84,7 +93,7 @@ def collapse(layers: Iterable[LayerKV]) -> tuple[LayerKV, ...]:
     counts: Counter[LayerKV] = Counter()
     for layer in layers:
         if layer.k_elems or layer.v_elems or layer.conv_elems or layer.state_elems or layer.token_bytes:
-            counts[replace(layer, count=1)] += layer.count
+            counts[replace(layer, layer=0, count=1)] += layer.count
     return tuple(replace(layer, count=count) for layer, count in counts.items())
 
 
