@@ -1,4 +1,4 @@
-"""What an engine takes beside weights and KV: modelled, marked as an estimate, corrected by what was measured.
+"""What an engine takes beside weights and KV: modelled, marked an estimate, corrected by what was measured.
 
 The engine itself knows better: its dry run or its log replaces these numbers wherever there is one.
 Coefficients were fitted to llama-server (llama-cpp-python 0.3.36) on CPU; bench/accounts.py shows the error.

@@ -325,7 +325,7 @@ def read_gguf(path: str | Path) -> ModelMeta:
         hparams=hparams,
         files=tuple(ModelFile(path=str(p), size_bytes=p.stat().st_size) for p in paths),
         header_hash=hashlib.sha256(b"".join(header.digest for header in headers)).hexdigest(),
-        quant=FILE_TYPES.get(_count(first.get("general.file_type", -1)), ""),
+        quant=FILE_TYPES.get(first.get("general.file_type", -1), ""),
         tensor_types=_bytes_by_type(tensors),
         chat_template=_text(first.get("tokenizer.chat_template")),
         add_bos=first.get("tokenizer.ggml.add_bos_token"),
