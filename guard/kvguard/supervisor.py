@@ -52,6 +52,8 @@ STEADY_S = 60.0
 """A life that was ready for so long wipes out the failures before it."""
 
 MAX_RESTARTS = 5
+FIRST_DELAY_S = 0.2
+LAST_DELAY_S = 30.0
 RECHECK_S = 1.0
 _INCURABLE = frozenset(
     {
@@ -262,7 +264,9 @@ class Supervisor:
         self._restarts += 1
         if stop_after_attempt(MAX_RESTARTS)(_nth_try(self._restarts)):
             return await self._fail(attempt, failure, f"{MAX_RESTARTS} deaths in a row: {in_words(failure)}")
-        delay_s = wait_exponential_jitter(initial=0.2, max=30.0)(_nth_try(self._restarts))
+        delay_s = wait_exponential_jitter(initial=FIRST_DELAY_S, max=LAST_DELAY_S, jitter=FIRST_DELAY_S)(
+            _nth_try(self._restarts)
+        )
         await self._unless_stopped(asyncio.sleep(delay_s))
         return self._again(attempt, failure, f"restart {self._restarts} of {MAX_RESTARTS}")
 
