@@ -1,8 +1,9 @@
 """The structured log of confirmed and failed configurations: written once, read back by a later start.
 
 JSON lines, one file a card, appended under a file lock and fsynced; a torn last line is healed by the next
-append and skipped by readers. The engine's own load lines are in a side file a record, so that reading
-100,000 records stays fast.
+append and skipped by readers. The engine's own load lines are in a side file a record. Questions are answered
+from the few fields that they need (`Head`); only what is given back is decoded in full, so that 100,000
+records are no burden.
 """
 
 from __future__ import annotations
@@ -11,134 +12,59 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
 
-from kvguard.domain import CardInfo, Entry, Knobs, PhasePeak, Rung, Stage
+from kvguard.domain import CardInfo, Knobs
+from kvguard.record import (
+    SCHEMA,
+    BackendRecord,
+    CardRecord,
+    EventName,
+    FailureRecord,
+    FileRecord,
+    Fingerprint,
+    ModelRecord,
+    Present,
+    Record,
+    RequestRecord,
+    WhyRecord,
+    card_record,
+    peaks_by_phase,
+    to_builtins,
+)
 
-SCHEMA = 1
-EventName = Literal["config_provisional", "config_confirmed", "config_failed"]
+__all__ = [
+    "SCHEMA",
+    "BackendRecord",
+    "CardRecord",
+    "EventName",
+    "FailureRecord",
+    "FileRecord",
+    "Fingerprint",
+    "Journal",
+    "ModelRecord",
+    "Present",
+    "Record",
+    "RequestRecord",
+    "WhyRecord",
+    "card_record",
+    "journal_of",
+    "journals",
+    "new_id",
+    "now_iso",
+    "peaks_by_phase",
+    "read_all",
+    "to_builtins",
+]
 
-
-class _Struct(msgspec.Struct, frozen=True, kw_only=True):
-    """Unknown fields are ignored, so that a newer schema is read as far as it is known."""
-
-
-class CardRecord(_Struct):
-    kind: str
-    name: str
-    total_bytes: int
-    driver: str = ""
-
-
-class BackendRecord(_Struct):
-    name: str
-    version: str = ""
-
-
-class FileRecord(_Struct):
-    name: str
-    size_bytes: int
-
-
-class ModelRecord(_Struct):
-    name: str
-    architecture: str = ""
-    parameters: int = 0
-    files: tuple[FileRecord, ...] = ()
-    header_hash: str = ""
-
-
-class RequestRecord(_Struct):
-    """Sizes of one request that the configuration served; never its text."""
-
-    prompt_tokens: int
-    max_new_tokens: int
-    new_tokens: int
-    seconds: float
-
-
-class WhyRecord(_Struct):
-    """Why this configuration was tried."""
-
-    kind: Literal["self_tune", "degraded", "verify", "climb"]
-    from_id: str = ""
-    rung: Rung | None = None
-
-
-class FailureRecord(_Struct):
-    stage: Stage
-    causes: tuple[str, ...]
-    confidence: float
-    evidence: tuple[str, ...] = ()
-    exit: str = ""
-    tokens_produced: int | None = None
-    reproduced: int = 1
-    tries: int = 1
-
-
-class Record(_Struct):
-    """One journal line. Times are UTC ISO 8601; sizes are bytes."""
-
-    id: str
-    time: str
-    event: EventName
-    card: CardRecord
-    backend: BackendRecord
-    model: ModelRecord
-    knobs: Knobs
-    schema: int = SCHEMA
-    command: tuple[str, ...] = ()
-    memory: tuple[PhasePeak, ...] = ()
-    predicted: tuple[Entry, ...] = ()
-    measured: tuple[Entry, ...] = ()
-    others_bytes: int = 0
-    headroom_bytes: int = 0
-    verified_prompt_tokens: int = 0
-    verified_new_tokens: int = 0
-    verified_concurrency: int = 0
-    consecutive: int = 0
-    loaded: bool = False
-    start_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    requests: tuple[RequestRecord, ...] = ()
-    libraries: dict[str, str | None] = {}
-    why: WhyRecord | None = None
-    failure: FailureRecord | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def worked(self) -> bool:
-        return self.event != "config_failed"
-
-
-class Fingerprint(_Struct):
-    """What must be equal for a record to speak of the present: card, driver, engine, model."""
-
-    card: CardRecord
-    backend: BackendRecord
-    model: ModelRecord
-
-    def changes_from(self, record: Record) -> tuple[str, ...]:
-        """Name what differs between the record and now; empty: the record is verified."""
-        pairs = (
-            ("card", record.card.name, self.card.name),
-            ("card kind", record.card.kind, self.card.kind),
-            ("card memory", record.card.total_bytes, self.card.total_bytes),
-            ("driver", record.card.driver, self.card.driver),
-            ("backend", record.backend.name, self.backend.name),
-            ("backend version", record.backend.version, self.backend.version),
-            ("model", record.model.name, self.model.name),
-        )
-        return tuple(f"{what}: {was} -> {now}" for what, was, now in pairs if was != now)
-
-
-def card_record(info: CardInfo) -> CardRecord:
-    return CardRecord(kind=info.kind, name=info.name, total_bytes=info.total_bytes, driver=info.driver)
+PREFIX = "journal-"
+NEWEST_CONFIGURATIONS = 200
+_READ_BYTES = 1 << 20
+_EVENTS = frozenset(("config_provisional", "config_confirmed", "config_failed"))
 
 
 def new_id() -> str:
@@ -150,21 +76,45 @@ def now_iso() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+class Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The fields of a record that questions are answered from; the rest of the line is not even looked at."""
+
+    id: str
+    time: str
+    event: str
+    card: msgspec.Raw
+    backend: msgspec.Raw
+    model: msgspec.Raw
+    knobs: msgspec.Raw
+    schema: int = 1
+    others_bytes: int = 0
+
+    @property
+    def worked(self) -> bool:
+        return self.event != "config_failed"
+
+
 class Journal:
-    """One journal file. Safe for several processes; every method reads what is on disk now."""
+    """One journal file. Safe for several processes; every method reads what is on disk now.
+
+    `skipped_lines` and `newer_lines` count what the last reading could not use: lines that are no record, and
+    records of a newer schema whose event is not known here.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.load_lines_dir = path.parent / "load"
         self.skipped_lines = 0
-        self._decoder = msgspec.json.Decoder(Record)
+        self.newer_lines = 0
+
+    # ------------------------------------------------------------ writing
 
     def append(self, record: Record, load_lines: Sequence[str] = ()) -> Record:
-        """Write one record durably. Raises OSError when the disk refuses."""
+        """Write one record durably, whole or not at all. Raises OSError when the disk refuses."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if load_lines:
             self.load_lines_dir.mkdir(exist_ok=True, mode=0o700)
-            (self.load_lines_dir / f"{record.id}.log").write_text("\n".join(load_lines) + "\n")
+            self._load_lines_path(record.id).write_text("\n".join(load_lines) + "\n")
         line = msgspec.json.encode(record) + b"\n"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -172,92 +122,200 @@ class Journal:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line  # a writer died in the middle of its line
-            _write_all(descriptor, line)
-            os.fsync(descriptor)
+            try:
+                _write_all(descriptor, line)
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
         finally:
             os.close(descriptor)
+        if not size:
+            _sync_directory(self.path.parent)
         return record
 
-    def records(self) -> list[Record]:
-        """All readable records, oldest first; `skipped_lines` then counts the others."""
-        self.skipped_lines = 0
-        return list(self._read())
-
-    def _read(self) -> Iterator[Record]:
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return
-        for line in data.split(b"\n"):
-            if not line:
-                continue
-            try:
-                yield self._decoder.decode(line)
-            except (msgspec.MsgspecError, ValueError):
-                self.skipped_lines += 1
-
     def load_lines(self, record_id: str) -> list[str]:
+        """The engine's own lines of that start; empty where none were kept."""
         try:
-            return (self.load_lines_dir / f"{Path(record_id).name}.log").read_text().splitlines()
+            return self._load_lines_path(record_id).read_text().splitlines()
         except FileNotFoundError:
             return []
 
-    def usable(self, fingerprint: Fingerprint) -> list[Record]:
+    def _load_lines_path(self, record_id: str) -> Path:
+        return self.load_lines_dir / f"{Path(record_id).name}.log"
+
+    # ------------------------------------------------------------ reading
+
+    def heads(self) -> Iterator[tuple[Head, bytes]]:
+        """Every record's head with its line (for `decode`), oldest first."""
+        self.skipped_lines = self.newer_lines = 0
+        decode = msgspec.json.Decoder(Head).decode
+        try:
+            file = self.path.open("rb", buffering=_READ_BYTES)
+        except FileNotFoundError:
+            return
+        with file:
+            for line in file:
+                try:
+                    head = decode(line)
+                except msgspec.MsgspecError:
+                    self.skipped_lines += line != b"\n"
+                    continue
+                if head.event in _EVENTS:
+                    yield head, line
+                elif head.schema > SCHEMA:
+                    self.newer_lines += 1
+                else:
+                    self.skipped_lines += 1
+
+    def decode(self, line: bytes) -> Record | None:
+        """The record of a line; None (and counted) where it is none."""
+        try:
+            return _RECORD.decode(line)
+        except (msgspec.MsgspecError, ValueError):
+            record = _as_far_as_known(line)
+            self.skipped_lines += record is None
+            return record
+
+    def records(self) -> list[Record]:
+        """All readable records, oldest first."""
+        return [record for _, line in self.heads() if (record := self.decode(line)) is not None]
+
+    def find(self, record_id: str) -> Record | None:
+        """The record of that id, or None."""
+        lines = (line for head, line in self.heads() if head.id == record_id)
+        return next(filter(None, map(self.decode, lines)), None)
+
+    def latest(self, fingerprint: Fingerprint, knobs: Knobs) -> Record | None:
+        """The newest word on this configuration at this fingerprint, or None."""
+        same, knobs_of = _same(fingerprint), _KnobsReader()
+        newest: bytes | None = None
+        for head, line in self.heads():
+            if knobs_of(head) == knobs and same(head):
+                newest = line
+        return None if newest is None else self.decode(newest)
+
+    def usable(self, fingerprint: Fingerprint, limit: int = NEWEST_CONFIGURATIONS) -> list[Record]:
         """Records of working configurations at this fingerprint, the best to start with first.
 
         Of each configuration only the newest word counts: one that failed later is gone, unless other
         processes held more memory at that failure than when it worked.
         """
-        latest: dict[Knobs, Record] = {}
-        for record in self.records():
-            if fingerprint.changes_from(record):
+        same, knobs_of = _same(fingerprint), _KnobsReader()
+        last: dict[Knobs, tuple[Head, bytes]] = {}
+        for head, line in self.heads():
+            knobs = knobs_of(head)
+            if knobs is None or not same(head):
                 continue
-            known = latest.get(record.knobs)
-            if record.worked or known is None or record.others_bytes <= known.others_bytes:
-                latest[record.knobs] = record
-        working = [record for record in latest.values() if record.worked]
-        return sorted(working, key=lambda r: r.time, reverse=True)
+            known = last.get(knobs)
+            if head.worked or known is None or head.others_bytes <= known[0].others_bytes:
+                last[knobs] = head, line
+        working = sorted((pair for pair in last.values() if pair[0].worked), key=lambda pair: pair[0].time)
+        return [record for _, line in working[: -limit - 1 : -1] if (record := self.decode(line)) is not None]
 
     def refuted(self, fingerprint: Fingerprint, others_bytes: int) -> list[Knobs]:
-        """Configurations that failed here while others held no more memory than now."""
+        """Configurations whose newest word is a failure while others held no more memory than now."""
+        same, knobs_of = _same(fingerprint), _KnobsReader()
         refuted: dict[Knobs, bool] = {}
-        for record in self.records():
-            if fingerprint.changes_from(record):
-                continue
-            if record.worked:
-                refuted[record.knobs] = False
-            elif record.failure is not None and record.others_bytes <= others_bytes:
-                refuted[record.knobs] = True
+        for head, _ in self.heads():
+            knobs = knobs_of(head)
+            if knobs is not None and same(head) and (head.worked or head.others_bytes <= others_bytes):
+                refuted[knobs] = not head.worked
         return [knobs for knobs, is_refuted in refuted.items() if is_refuted]
 
 
 def journal_of(directory: Path, card: CardInfo) -> Journal:
     """The journal of one card under a state directory."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", f"{card.kind}-{card.name}").strip("-").lower()
-    return Journal(directory / f"{slug}-{card.total_bytes}.jsonl")
+    return Journal(directory / f"{PREFIX}{slug}-{card.total_bytes}.jsonl")
+
+
+def journals(directory: Path) -> list[Journal]:
+    """The journals of all cards under a state directory."""
+    return [Journal(path) for path in sorted(directory.glob(f"{PREFIX}*.jsonl"))]
 
 
 def read_all(directory: Path) -> tuple[list[Record], int]:
-    """Every record of every card under a state directory, oldest first, and how many lines were unreadable."""
+    """Every record of every card, oldest first, and how many lines were unreadable."""
     records: list[Record] = []
     skipped = 0
-    for path in sorted(directory.glob("*.jsonl")):
-        journal = Journal(path)
+    for journal in journals(directory):
         records += journal.records()
-        skipped += journal.skipped_lines
+        skipped += journal.skipped_lines + journal.newer_lines
     return sorted(records, key=lambda r: r.time), skipped
 
 
-def to_builtins(record: Record) -> dict[str, Any]:
-    """Plain types, for JSON output and structlog."""
-    plain: dict[str, Any] = msgspec.to_builtins(record)
-    return plain
+_RECORD = msgspec.json.Decoder(Record)
 
 
-def peaks_by_phase(peaks: Iterable[PhasePeak]) -> dict[str, int]:
-    return {peak.phase.value: peak.peak_bytes for peak in peaks}
+class _KnobsReader:
+    """Decodes the knobs of a line, each distinct text once: a journal repeats a few of them over and over."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.json.Decoder(Knobs)
+        self._known: dict[bytes, Knobs | None] = {}
+
+    def __call__(self, head: Head) -> Knobs | None:
+        """None where the text is of a newer schema and not understood."""
+        text = bytes(head.knobs)
+        if text not in self._known:
+            try:
+                self._known[text] = self._decoder.decode(text)
+            except (msgspec.MsgspecError, ValueError):
+                self._known[text] = None
+        return self._known[text]
+
+
+def _same(fingerprint: Fingerprint) -> Callable[[Head], bool]:
+    """A test for heads of this fingerprint; each distinct text is looked at once."""
+    answers: dict[tuple[bytes, bytes, bytes], bool] = {}
+
+    def same(head: Head) -> bool:
+        texts = bytes(head.card), bytes(head.backend), bytes(head.model)
+        if texts not in answers:
+            answers[texts] = _matches(fingerprint, *texts)
+        return answers[texts]
+
+    return same
+
+
+def _matches(fingerprint: Fingerprint, card: bytes, backend: bytes, model: bytes) -> bool:
+    try:
+        return not fingerprint.changes(
+            msgspec.json.decode(card, type=CardRecord),
+            msgspec.json.decode(backend, type=BackendRecord),
+            msgspec.json.decode(model, type=ModelRecord),
+        )
+    except msgspec.MsgspecError:
+        return False
+
+
+def _as_far_as_known(line: bytes) -> Record | None:
+    """A record of a newer schema without the fields that are not understood; None where it is no record."""
+    try:
+        raw = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        if msgspec.json.decode(raw["schema"], type=int) <= SCHEMA:
+            return None
+        values = {}
+        for field in msgspec.structs.fields(Record):
+            try:
+                values[field.name] = msgspec.json.decode(raw[field.encode_name], type=field.type)
+            except (KeyError, msgspec.MsgspecError):
+                if field.required:
+                    return None
+        return Record(**values)
+    except (KeyError, ValueError, msgspec.MsgspecError):
+        return None
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
