@@ -8,7 +8,6 @@ import random
 import resource
 import time
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import jsonschema
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from journal_writer import append_many
 from kvguard.domain import (
     MIB,
     Basis,
@@ -216,19 +216,11 @@ def test_a_disk_that_refuses_leaves_the_journal_as_it_was(journal: Journal) -> N
 # ---------------------------------------------------------------- several processes, and kill -9
 
 fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload([__name__])
-
-
-def append_many(path: Path, name: str, count: int, acks: Connection | None = None) -> None:
-    journal = Journal(path)
-    for number in range(count):
-        journal.append(record(id=f"{name}-{number}", notes=("x" * 20_000,)), ["load line"])
-        if acks is not None:
-            acks.send(f"{name}-{number}")
+fork.set_forkserver_preload(["journal_writer"])
 
 
 def test_processes_that_append_at_once_lose_and_mix_nothing(journal: Journal) -> None:
-    writers = [fork.Process(target=append_many, args=(journal.path, f"w{n}", 50)) for n in range(4)]
+    writers = [fork.Process(target=append_many, args=(journal.path, record(), f"w{n}", 50)) for n in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -247,7 +239,9 @@ def test_kill_9_at_random_instants_loses_no_acknowledged_record_and_leaves_none_
     acknowledged: list[str] = []
     for life in range(40):
         ours, theirs = fork.Pipe(duplex=False)
-        writer = fork.Process(target=append_many, args=(journal.path, f"life{life}", 10_000, theirs))
+        writer = fork.Process(
+            target=append_many, args=(journal.path, record(), f"life{life}", 10_000, theirs)
+        )
         writer.start()
         theirs.close()
         acknowledged += [ours.recv() for _ in range(rng.randint(1, 5))]
