@@ -508,6 +508,18 @@ class Evidence:
     card_total_bytes: int | None = None
     card_used_by_others_bytes: int | None = None
     peaks: tuple[PhasePeak, ...] = ()
+    oom_kills: int | None = None  # the kernel's count for the whole cgroup; None where nobody counted
+    child_signals: tuple[int, ...] = ()  # signals that ended children of the process
+    signal_sender: str = ""  # who sent the signal that ended it, where that is known
+    requests_in_flight: int | None = None
+    canary_ok: bool | None = None  # whether a one-token request was answered
+    tokens_per_s: float | None = None
+    baseline_tokens_per_s: float | None = None
+    shared_used_bytes: int | None = None  # host memory that a GPU driver uses in place of its own
+    commit_limit_reached: bool = False
+    shm_free_bytes: int | None = None
+    model_file_changed: bool = False
+    host_event: str = ""  # suspend, driver update and the like, as the host reports it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
