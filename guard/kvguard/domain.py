@@ -223,6 +223,7 @@ class Demand:
     max_new_tokens   of one sequence; None where the client gave none (the rest of the context)
     sequences        n, or the number of prompts times n
     route            the endpoint's class for length statistics, e.g. "chat", "completions"
+    counted          whether its new tokens are seen as they come; if not, it is priced to its maximum
     """
 
     prompt_tokens: int
@@ -231,6 +232,7 @@ class Demand:
     exact: bool = True
     work: Work = Work.GENERATE
     route: str = "chat"
+    counted: bool = True
 
     def __post_init__(self) -> None:
         _not_negative(prompt_tokens=self.prompt_tokens, max_new_tokens=self.max_new_tokens or 0)
@@ -241,10 +243,11 @@ class Demand:
 class Capacity:
     """What an engine can hold, as the engine itself reports it.
 
-    pool_tokens   KV tokens that all running sequences share (usable ones)
-    ctx_tokens    the most that one sequence may hold
-    sequences     the most that may run at once
-    block_tokens  a sequence's tokens are rounded up to this
+    pool_tokens     KV tokens that all running sequences share (usable ones)
+    ctx_tokens      the most that one sequence may hold
+    sequences       the most that may run at once
+    block_tokens    a sequence's tokens are rounded up to this
+    prefill_tokens  prompt tokens that one forward pass takes at most
     """
 
     pool_tokens: int
@@ -253,6 +256,7 @@ class Capacity:
     block_tokens: int = 1
     pool_kind: PoolKind = PoolKind.UNIFIED
     overflow: Literal["fails_all", "preempts", "serialises"] = "fails_all"
+    prefill_tokens: int = 512
 
     def __post_init__(self) -> None:
         _positive(
@@ -260,6 +264,7 @@ class Capacity:
             ctx_tokens=self.ctx_tokens,
             sequences=self.sequences,
             block_tokens=self.block_tokens,
+            prefill_tokens=self.prefill_tokens,
         )
 
     def rounded(self, tokens: int) -> int:
@@ -306,6 +311,24 @@ class Refusal:
     message: str
     retry_after_s: float | None = None
     param: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A request's place in the queue.
+
+    key       whose request it is, for fairness
+    priority  a higher band goes first
+    tokens    the most that it may hold; what a wait is predicted from
+    front     a replay: it has waited before, and goes ahead of everyone
+    """
+
+    id: int
+    key: str
+    priority: int
+    demand: Demand
+    tokens: int
+    front: bool = False
 
 
 class Ending(StrEnum):

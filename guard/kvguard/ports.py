@@ -23,6 +23,7 @@ from kvguard.domain import (
     Rung,
     Snapshot,
     Step,
+    Ticket,
 )
 
 
@@ -110,28 +111,85 @@ class Backend(Protocol):
 class AdmissionPolicy(Protocol):
     """Decides who may run. Called by the limiter alone, in one task.
 
-    Pure: no I/O, no clock, no logging. `decide` changes nothing; the limiter tells what came of it.
+    Pure: no I/O, no clock, no logging. The questions change nothing; the limiter tells what came of them.
     """
 
     name: str
 
     def resize(self, capacity: Capacity) -> None:
-        """A new backend life: forget all leases, keep what was learned."""
+        """A new backend life: forget all leases, keep what was learned. Called before anything else."""
 
-    def decide(self, demand: Demand) -> Decision:
+    def never_fits(self, demand: Demand) -> Decision | None:
+        """REFUSE what this capacity can never hold, with the numbers; None if it can be held."""
+
+    def cost_tokens(self, demand: Demand) -> int:
+        """The most KV tokens that a request may hold; a wait is predicted from it."""
+
+    def decide(self, demand: Demand, key: str = "", *, now_s: float = 0.0) -> Decision:
         """ADMIT if it may start now, WAIT if later, REFUSE if it can never fit this capacity."""
+
+    def may_pass(self, head: Demand, candidate: Demand) -> bool:
+        """Whether `candidate`, which fits now, can start before `head` without moving the head's start."""
 
     def admit(self, lease_id: int, demand: Demand, key: str) -> None:
         """The limiter started this request."""
 
+    def reprice(self, lease_id: int, demand: Demand) -> None:
+        """Its demand is known better now."""
+
     def progress(self, lease_id: int, new_tokens: int) -> None:
         """Tokens that one lease has streamed so far (of its longest sequence)."""
+
+    def drain(self, lease_id: int) -> None:
+        """Nobody watches it any more: hold it at its maximum until its release."""
 
     def release(self, lease_id: int, ending: Ending, new_tokens: int | None) -> None:
         """The engine has freed it; `new_tokens` None where it never told."""
 
     def observe(self, sample: EngineSample) -> None:
         """What the engine and the card say of themselves."""
+
+    def excess_tokens(self) -> int:
+        """Tokens to take back now, before the pool overflows; 0 in all but the rarest moments."""
+
+    def held_tokens(self, lease_id: int) -> int:
+        """What taking this lease back would free."""
+
+    def report(self) -> Mapping[str, float]:
+        """Numbers for status and metrics: predicted peak, limit, and what else the policy goes by."""
+
+
+class QueueOrder(Protocol):
+    """Says whose turn it is. Called by the limiter alone, in one task. Pure: no I/O, no clock, no logging."""
+
+    def push(self, ticket: Ticket) -> None:
+        """A request joins the queue."""
+
+    def remove(self, ticket: Ticket) -> None:
+        """It left without a start."""
+
+    def head(self) -> Ticket | None:
+        """Whose turn it is."""
+
+    def passers(self, limit: int) -> Sequence[Ticket]:
+        """Those behind the head that may be looked at; none once the head was passed too often."""
+
+    def started(self, ticket: Ticket) -> None:
+        """It starts now: it leaves the queue, and its key pays for the prompt."""
+
+    def served(self, key: str, new_tokens: int) -> None:
+        """New tokens that a key's requests were given; negative: fewer prompts or tokens than charged."""
+
+    def refund(self, demand: Demand, key: str) -> None:
+        """A request that got no token at all: its key gets the prompt's charge back."""
+
+    def ahead_tokens(self, ticket: Ticket) -> int:
+        """Tokens of those that will start before this one."""
+
+    def in_order(self) -> Sequence[Ticket]:
+        """All that wait, in the order in which they would start."""
+
+    def __len__(self) -> int: ...
 
 
 class Ladder(Protocol):
