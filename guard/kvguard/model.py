@@ -17,6 +17,15 @@ class ModelError(ValueError):
     """A model's files are missing, broken or of a kind that we do not know. The message is for a person."""
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a multimodal configuration, else the whole."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping) and inner:
+            return text_config({"model_type": config.get("model_type"), **inner})
+    return config
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
     """One file of a model."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvguard.domain import Basis
 from kvguard.geometry.shapes import Fields, Geometry, GeometryError, LayerKind, LayerKV, collapse
+from kvguard.model import text_config
 
 SOURCE = "vllm/transformers_utils/model_arch_config_convertor.py"
 MAX_LAYERS = 1024
@@ -57,15 +58,6 @@ PATTERN = {
 }
 WINDOW_DEFAULT = {"gemma2": 4096, "gemma3": 4096, "gemma3_text": 4096, "cohere2": 4096, "gpt_oss": 128}
 HEAD_DIM_DEFAULT = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "gemma3": 256, "gpt_oss": 64}
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a multimodal configuration, else the whole."""
-    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
-        inner = config.get(key)
-        if isinstance(inner, Mapping) and inner:
-            return text_config({"model_type": config.get("model_type"), **inner})
-    return config
 
 
 class _Config:
