@@ -1,0 +1,80 @@
+"""kvguard's request path in front of a running engine, without a supervisor. Prints its port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from kvguard.api.admin import AdminParts, make_admin
+from kvguard.api.auth import Keys
+from kvguard.api.openai import GuardApp, GuardSettings
+from kvguard.demand import Dialect
+from kvguard.domain import Capacity, Endpoint
+from kvguard.events import Events
+from kvguard.metrics import Metrics
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes import FakeClient, FakeSupervision, OpenLimiter, ready
+
+CAPACITY = Capacity(pool_tokens=1 << 20, ctx_tokens=8192, sequences=256)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("base_url")
+    args = parser.parse_args()
+    endpoint = Endpoint(base_url=args.base_url, api_key="secret")
+    supervision = FakeSupervision(ready(endpoint, capacity=CAPACITY))
+    engine = FakeClient(endpoint)
+    metrics = Metrics()
+    hot = GuardApp(
+        supervision=supervision,
+        limiter=OpenLimiter(supervision),
+        engine=lambda: engine,
+        settings=GuardSettings(keys=Keys({}), dialect=Dialect.VLLM),
+        metrics=metrics,
+    )
+    app = make_admin(_parts(supervision, metrics), hot)
+    config = uvicorn.Config(
+        app,
+        port=0,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    background = asyncio.create_task(hot.run(), name="request-path")
+    serving = asyncio.create_task(server.serve(), name="server")
+    while not server.started:
+        await asyncio.sleep(0.01)
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serving
+    background.cancel()
+    await hot.close()
+
+
+def _parts(supervision: FakeSupervision, metrics: Metrics) -> AdminParts:
+    async def plan(_: dict[str, str]) -> dict[str, Any]:
+        return {}
+
+    return AdminParts(
+        supervision=supervision,
+        metrics=metrics,
+        events=Events(),
+        admin_keys=Keys({}),
+        status=dict,
+        configs=list,
+        plan=plan,
+    )
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
