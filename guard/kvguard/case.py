@@ -47,6 +47,7 @@ def evidence_of(
         healthy=_health(context.get("health", context.get("healthy"))),
         killed_by_us=sender in ("supervisor", "kvguard"),
         card_total_bytes=_mib(context, "dedicated_total_mib", "gpu_total_mib"),
+        card_used_bytes=_mib(context, "dedicated_used_mib", "gpu_used_mib"),
         card_used_by_others_bytes=_mib(context, "gpu_foreign_mib", "foreign_mib"),
         oom_kills=oom_kills,
         signal_sender=sender,

@@ -538,6 +538,7 @@ class Evidence:
     canary_ok: bool | None = None  # whether a one-token request was answered
     tokens_per_s: float | None = None
     baseline_tokens_per_s: float | None = None
+    card_used_bytes: int | None = None
     shared_used_bytes: int | None = None  # host memory that a GPU driver uses in place of its own
     commit_limit_reached: bool = False
     shm_free_bytes: int | None = None

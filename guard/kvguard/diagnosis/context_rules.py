@@ -17,7 +17,8 @@ HARMLESS = re.compile(
     |[Cc]lient\ (?:has\ )?(?:disconnected|closed|cancelled|canceled)|connection\ closed\ by\ (?:client|peer)|ClientDisconnect|BrokenPipeError|ConnectionResetError|CancelledError|stop:\ cancel\ task|Aborted\ request|broken\ pipe
     |already\ in\ use,\ (?:trying|using)|is\ in\ use,\ trying|PYTORCH_(?:CUDA_)?ALLOC_CONF\ (?:is|was|has)
     |--help|default:\ |Using\ default|to\ avoid\ (?:possible\ )?(?:out\ of\ memory|OOM)|may\ (?:cause|lead\ to|result\ in)\ .{0,30}(?:OOM|out\ of\ memory)|(?:might|could)\ (?:cause|run)\ .{0,30}(?:OOM|out\ of\ memory)
-    |CUDA\ kernel\ errors\ might\ be|For\ debugging\ consider|Compile\ with\ `?TORCH_USE_CUDA_DSA|truncating\ input\ prompt|recommended\ max\ working\ set
+    |CUDA\ kernel\ errors\ might\ be|For\ debugging\ consider|Compile\ with\ `?TORCH_USE_CUDA_DSA|truncating\ input\ prompt|posix_madvise|VirtualLock|shared\ memory\ broadcast\ block|VRAM\ usage\ didn't\ recover|client\ socket\ has\ failed|recvValue\ failed
+    |(?:[Ii]f|[Ww]hen|[Ii]n\ case)\ (?:you\ (?:see|get|encounter|run\ into|hit)\ )?(?:an?\ |the\ )?(?:CUDA\ )?(?:out[ -]of[ -]memory|OOM)\b.{0,60}(?:occur|happen|error|consider|try|reduce)|backend_ids_changed|reallocating\ \w+\ buffer
     |failed\ to\ save\ (?:state|slot)|prompt\ cache\ .{0,60}(?:limit|skipp)|failed\ to\ allocate\ memory\ for\ prompt\ cache\ state|failed\ to\ initialize\ NUMA|oom_score_adj(?:=|\ set)""",
     re.VERBOSE,
 )

@@ -42,7 +42,13 @@ ACCOUNTS: tuple[Rule, ...] = (
          r"KV cache is full|could not find a KV (?:cache )?slot|failed to find KV cache slot|KV cache pool is full|failed to find (?:a memory slot|free space in the KV cache|(?:\d+ )?available cells in kv cache)|llama_decode(?:\(\))?:? (?:returned|failed[^-]{0,20}) 1\b|failed to decode the batch, n_batch = \d+, ret = 1\b|Context size has been exceeded",
          stage=_INF, weight=Weight.SPECIFIC, sure=0.85),
     rule(_K, "free blocks|kv blocks|block_manager|free_blocks", r"(?:no|not enough|out of|insufficient) (?:more )?(?:free|KV|available) (?:KV )?(?:cache )?blocks", stage=_INF, sure=0.8),
+    rule(_K, "rs cache|recurrent", r"(?:failed|unable) to allocate .{0,40}(?:\brs cache|recurrent (?:state|cache|memory))", stage=_WARM),
+    rule(_K, "swap space", r"lack of (?:CPU )?swap space", stage=_INF),
+    rule(_K, "swap space", r"Too large swap space", stage=_LOAD, also=(_H,), sure=0.7),
     # ---- activations, compute buffers, graphs
+    rule(_A, "kv_cache_update|k-shift|k_shift|memory update", r"(?:kv_cache\w*update|K-?_?shift|memory update)\w*\b.{0,40}fail|failed .{0,40}(?:K-shift|memory update)", stage=_INF, also=(_K,)),
+    rule(_A, "alignedallocator|workspace|buffer overflow when allocating", r"Buffer overflow when allocating|AlignedAllocator|workspace .{0,60}(?:is locked|too small|not (?:large )?enough|insufficient)|increase .{0,30}workspace", sure=0.85),
+    rule(_A, "encode|clip|mtmd|encoder", r"(?:clip_image_\w*encode|mtmd_encode\w*|encoder? (?:image|vision)).{0,60}(?:out of memory|alloc)", sure=0.8),
     rule(_A, "compute buffer|compute pp buffers|compute tg buffers|compute graph|output buffer|compute_buffer", r"(?:failed|unable) to (?:allocate|reserve) (?:\w+ )?(?:compute|output)(?: \w+)? (?:buffers?|graph)|failed to allocate compute|could not reserve space for batch", stage=_WARM),
     rule(_A, "graph_reserve|sched_reserve|ggml_gallocr_reserve|graph buffers", r"(?:graph_reserve|sched_reserve)\w*: failed|ggml_gallocr_reserve_n\w*: failed|failed to reserve (?:graph|worst-case|initial)", stage=_WARM),
     rule(_A, "warming up|warmup|warm-up|warm up", r"(?:out of memory|OOM)\b.{0,60}warm(?:ing|ed)?[ -]?up|warm(?:ing|ed)?[ -]?up.{0,120}(?:out of memory|\bOOM\b)", stage=_WARM),
@@ -75,7 +81,8 @@ HOST: tuple[Rule, ...] = (
     rule(_H, "runtime: out of memory|heap out of memory", r"fatal error: runtime: (?:out of memory|cannot allocate memory)|heap out of memory", sure=0.85),
     rule(_H, "cudahostalloc|cudamallochost|hiphostmalloc|pin_memory", r"(?:cudaHostAlloc|cudaMallocHost|hipHostMalloc|cudaHostRegister)\b.{0,120}(?:out of memory|failed)", sure=0.75),
     rule(_H, "out_of_host_memory|outofhostmemory", r"OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", sure=0.8, also=(_A,)),
-    rule(_S, "host memory fallback|shared gpu memory|system memory fallback|sysmem fallback", r"device alloc .{0,40}failed, using host memory|(?:using|into|spill\w*|fell back|falling back) (?:to )?(?:shared (?:GPU|system) memory|sysmem)|system memory fallback (?:is )?(?:active|in use|engaged)|GTT .{0,40}(?:spill|evict)", any_level=True, sure=0.8),
+    rule(_S, "host memory fallback|shared gpu memory|system memory fallback|sysmem fallback", r"device alloc .{0,40}failed, using host memory|(?:using|into|spill\w*|fell back|falling back) (?:to )?(?:shared (?:GPU|system) memory|sysmem)|system memory fallback (?:is )?(?:active|in use|engaged)|GTT .{0,40}(?:spill|evict)", any_level=True, sticky=True, sure=0.8),
+    rule(_S, "recommended max working set", r"greater than the recommended max working set", any_level=True, weight=Weight.HINT, sticky=True, sure=0.6),
 )  # fmt: skip
 
 GENERIC: tuple[Rule, ...] = (
@@ -83,8 +90,8 @@ GENERIC: tuple[Rule, ...] = (
     rule(_A, "malloc failed", r"(?:cuda|hip|musa|aclrt)Malloc\w* failed(?:: out of memory)?", weight=Weight.GENERIC),
     rule(_A, "out of memory", r"\b(?:CUDA|HIP|ROCm|XPU|MUSA|NPU|MPS backend|TPU|device|GPU|VRAM)\b.{0,40}out of memory|out of memory.{0,60}\b(?:GPU|CUDA|device|VRAM)\b|Cuda failure (?:2 )?'?out of memory|CUDA driver error: out of memory|(?:cuda|cu|hip)\w+\b.{0,60}out of memory|RESOURCE_EXHAUSTED.{0,80}out of memory", weight=Weight.GENERIC),
     rule(_A, "outofmemoryerror|tried to allocate|attempting to allocate", r"\bOutOfMemoryError\b|Tried to allocate [\d.]+ ?[KMGT]?i?B|Attempting to allocate \d+ bytes which is greater", weight=Weight.GENERIC),
-    rule(_A, "out_of_memory|outofdevicememory|out_of_device_memory|out_of_resources|outofpoolmemory|errormemoryallocation|erroroutofmemory|callbackerroroutofmemory|insufficient memory", r"CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|cudaErrorMemoryAllocation|Error(?:_)?OutOfDeviceMemory|OUT_OF_DEVICE_MEMORY|(?:UR|PI)(?:_RESULT)?_ERROR_OUT_OF_RESOURCES|ErrorOutOfPoolMemory|CallbackErrorOutOfMemory|Insufficient Memory \(", weight=Weight.GENERIC),
-    rule(_A, "alloc_failed|allocation_failure|alloc_failure|mem_object_allocation", r"CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED|CL_MEM_OBJECT_ALLOCATION_FAILURE|HIPBLAS_STATUS_ALLOC_FAILED", weight=Weight.GENERIC),
+    rule(_A, "out_of_memory|outofdevicememory|out_of_device_memory|out_of_resources|outofpoolmemory|errormemoryallocation|erroroutofmemory|callbackerroroutofmemory|insufficient memory", r"CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|cudaErrorMemoryAllocation|Error(?:_)?OutOfDeviceMemory|OUT_OF_DEVICE_MEMORY|(?:UR|PI)(?:_RESULT)?_ERROR_OUT_OF_RESOURCES|ErrorOutOfPoolMemory|CallbackErrorOutOfMemory|Insufficient Memory \(", weight=Weight.GENERIC, sticky=True),
+    rule(_A, "resource allocation failed|cublascreate|alloc_failed|allocation_failure|alloc_failure|mem_object_allocation", r"the resource allocation failed|CU(?:BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED.{0,60}cublasCreate|CL_MEM_OBJECT_ALLOCATION_FAILURE|HIPBLAS_STATUS_ALLOC_FAILED", weight=Weight.GENERIC),
     rule(_A, "can't allocate|could not be allocated|could not allocate|unable to allocate|failed to allocate", r"(?:can't|cannot|could not|unable to|failed to) allocate [\d.]+ ?(?:bytes|[KMG]i?B)\b.{0,40}(?:on )?(?:device|GPU|VRAM)?|Requested amount of GPU memory .{0,40}could not be allocated|Device memory allocation of size \d+ failed|could not allocate (?:device|GPU) memory", weight=Weight.GENERIC),
     rule(_A, "buffer size exceeds|exceeds device|max buffer size", r"Requested buffer size exceeds device", weight=Weight.GENERIC),
     rule(_A, "ggml_assert", r"GGML_ASSERT\((?:buffer|buf|ctx->mem_buffer|ptr|data) ?(?:!= ?(?:NULL|nullptr|0))?\) failed", weight=Weight.HINT, sure=0.5),

@@ -25,6 +25,7 @@ class Phase(IntEnum):
 
 
 _TABLE: tuple[tuple[Phase, str], ...] = (
+    (Phase.IDLE, r"all slots are idle|Running: 0 reqs|entering sleeping|#running-req: 0\b"),
     (
         Phase.STARTED,
         r"vLLM API server version|Initializing (?:an LLM engine|a V1 LLM engine)|server_args=ServerArgs|"
@@ -46,7 +47,7 @@ _TABLE: tuple[tuple[Phase, str], ...] = (
         r"(?:GPU|CPU) KV cache size|# (?:GPU|CUDA|cuda|CPU) blocks|Available KV cache memory|Memory profiling|"
         r"Capturing (?:CUDA|the model|batches|cudagraphs)|Capture (?:cuda graph|CUDA graph) begin|torch\.compile takes|"
         r"KV Cache is allocated|Memory pool end|alloc_compute_meta|warming up the model|Warming up model|"
-        r"Shard ready|Compiling a graph|Loading drafter|init_device|loaded multimodal model",
+        r"Shard ready|Compiling a graph|Loading drafter|Encoder cache will be initialized|Profiling |[Gg]raph capturing finished|init_device|loaded multimodal model",
     ),
     (
         Phase.READY,
@@ -57,12 +58,11 @@ _TABLE: tuple[tuple[Phase, str], ...] = (
     ),
     (
         Phase.SERVING,
-        r"launch_slot_|slot +(?:update_slots|print_timing|process_token)|prompt processing|Llama\.generate|"
+        r"launch_slot_|^slot +\w+: id|^srv +(?:get_availabl|prompt_save|update_slots|send_|log_server_r)\w*:|prompt processing|Llama\.generate|"
         r"Running: [1-9]\d* reqs|#running-req: [1-9]|Prefill batch|Decode batch|Received request|Added request|"
         r"\"POST /[\w/.-]+ HTTP|eval time =|POST /v1/|POST /api/(?:chat|generate)|generate\{|chat_completions\{|"
         r"send_error: task|Error in preprocessing prompt|prefill\{|decode\{|execute_model|update_slots: ",
     ),
-    (Phase.IDLE, r"all slots are idle|Running: 0 reqs|entering sleeping|#running-req: 0\b"),
     (
         Phase.STOPPING,
         r"Shutting down|Waiting for application shutdown|Received (?:SIGTERM|signal 15)|received signal SIGTERM|"
@@ -104,6 +104,11 @@ _FRAMES: tuple[tuple[str, str], ...] = (
         r"create_server_socket",
     ),
     (
+        "forward",
+        r"forward|\w*sdpa\w*|scaled_dot_product_attention|flash_attn\w*|compute_logits|embed_multimodal|"
+        r"_?execute_mm_encoder|rms_norm|silu_and_mul|fused_moe\w*|fused_experts|sampler|apply_top_k\w*|all_?reduce\w*",
+    ),
+    (
         "inference",
         r"run_busy_loop|_process_engine_step|step_with_batch_queue|event_loop_\w+|forward_batch_generation|"
         r"process_batch_result|generate_stream|generate_token|Prefill|update_slots|llama_decode|run_engine_loop|"
@@ -115,7 +120,7 @@ _FRAME_PATTERN = re.compile(r"\b(?:" + "|".join(f"(?P<{kind}>{names})" for kind,
 
 
 def frame_of(text: str) -> str:
-    """Name what a stack frame belongs to: kv, warmup, load, inference; empty when it tells nothing."""
+    """Name what a stack frame belongs to: kv, warmup, load, forward, inference; empty when it tells nothing."""
     match = _FRAME_PATTERN.search(text)
     return (match.lastgroup or "") if match else ""
 

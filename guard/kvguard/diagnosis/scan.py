@@ -26,7 +26,7 @@ from kvguard.diagnosis.memory_rules import MEMORY_RULES
 from kvguard.diagnosis.milestones import Phase, frame_of, phase_of
 from kvguard.diagnosis.normalise import Line, lines_of
 from kvguard.diagnosis.rule import Rule, Weight, first_match
-from kvguard.domain import MEMORY_CAUSES
+from kvguard.domain import MEMORY_CAUSES, Cause
 
 RULES: tuple[Rule, ...] = MEMORY_RULES[:6] + FAULT_RULES + MEMORY_RULES[6:]
 """The kernel's word first; then faults, whose wordings are narrower than those of allocations."""
@@ -60,10 +60,15 @@ class Finding:
     weak: bool = False
     recovered: bool = False
     swallowed: bool = False  # in an optional part: a later milestone does not undo it
+    before_ready: bool = False  # the engine said later that it is ready
 
     @property
     def memory(self) -> bool:
         return self.rule.cause in MEMORY_CAUSES
+
+    @property
+    def of_device(self) -> bool:
+        return Cause.DRIVER_ERROR in (self.rule.cause, *self.rule.also)
 
     @property
     def weight(self) -> Weight:
@@ -122,7 +127,7 @@ class Scan:
         if matched is None and not recovers:
             matched, text = self._joined(text, line)
         self._recent.append(text)
-        if recovers:
+        if recovers and not (matched and matched.sticky):
             self._recover(line.number)
             return
         if matched is not None:
@@ -180,8 +185,9 @@ class Scan:
             self._frames.clear()
             for finding in self.findings:
                 before = Phase.UNKNOWN if phase is Phase.READY else Phase.STARTED
-                if finding.memory and before <= finding.phase < Phase.READY and not finding.swallowed:
-                    finding.recovered = True
+                if before <= finding.phase < Phase.READY:
+                    finding.before_ready = True
+                    finding.recovered |= not finding.swallowed and not finding.of_device
 
     # ------------------------------------------------------------ what is kept
 
@@ -196,7 +202,7 @@ class Scan:
                 text=text[:_MAX_QUOTED_CHARS],
                 phase=self.phase,
                 frames=frozenset(self._frames),
-                weak=line.level == "warning",
+                weak=line.level == "warning" and not matched.any_level,
                 swallowed=swallowed,
             )
         )

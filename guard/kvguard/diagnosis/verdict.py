@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ _SIGKILL, _SIGTERM = 9, 15
 _OTHERS_MATTER_BYTES = 512 * MIB
 _SPILL_BYTES = 512 * MIB
 _SLOW_RATIO = 0.5
+_FULL_RATIO = 0.97
 _BURST_LINES = 80
+_CALLER_LINES = 6
 
 _WINDOWS_DEPENDENCY = frozenset({0xC0000135, 0xC0000139, 0xC000007B, 0xC0000142, 0xC000001D})
 _WINDOWS_NO_MEMORY = frozenset({0xC0000017, 0xC000012D})
@@ -109,9 +112,9 @@ def _3_answers_well(evidence: Evidence, scan: Scan) -> Verdict | None:
     """It runs and answers: what the log says was overcome, except what the engine swallowed."""
     if not _runs_well(evidence) or _is_slow(evidence, scan):
         return None
-    standing = [f for f in scan.findings if f.swallowed or not f.memory]
-    standing = [f for f in standing if f.weight is Weight.SPECIFIC or f.swallowed]
-    if standing and not evidence.canary_ok and not _ok(evidence):
+    if _spills(evidence, scan):
+        return None
+    if _best(scan, evidence) is not None and not evidence.canary_ok and not _ok(evidence):
         return None
     overcome = tuple(_quote(f.number, f.text) for f in scan.findings[:2])
     harmless = tuple(_quote(number, text) for number, text in scan.harmless[:2])
@@ -129,11 +132,10 @@ def _4_first_error(evidence: Evidence, scan: Scan) -> Verdict | None:
 
 def _5_spill(evidence: Evidence, scan: Scan) -> Verdict | None:
     """No error anywhere: memory of the host stands in for the card's, and it shows in the speed."""
-    shared = evidence.shared_used_bytes or 0
-    slow = _is_slow(evidence, scan)
-    if shared < _SPILL_BYTES:
+    if not _spills(evidence, scan):
         return None
-    reasons = [f"{shared // MIB} MiB of shared memory in use"]
+    slow = _is_slow(evidence, scan)
+    reasons = [f"{(evidence.shared_used_bytes or 0) // MIB} MiB of shared memory in use"]
     if slow:
         reasons.append(f"{_speed(evidence, scan):.2f} tokens/s against {_baseline(evidence, scan):.2f}")
     also = (Cause.HOST_RAM_OOM_KILLED,) if evidence.commit_limit_reached else ()
@@ -211,7 +213,7 @@ def _9_nothing_wrong(evidence: Evidence, scan: Scan) -> Verdict | None:
     """Still running, or ended with 0, and nothing failed."""
     if _http_failed(evidence) or evidence.healthy is False or evidence.canary_ok is False or scan.effects:
         return None
-    if _runs(evidence) and (evidence.healthy or scan.harmless or scan.findings or scan.answered):
+    if _runs(evidence) and (evidence.healthy or scan.lines):
         quoted = tuple(_quote(number, text) for number, text in scan.harmless[:2])
         return Verdict((Cause.BENIGN,), 0.75, quoted or ("it runs, and no error stands",))
     if evidence.exit is not None and evidence.exit.code == 0:
@@ -250,11 +252,15 @@ def _named_near(finding: Finding, scan: Scan) -> Finding | None:
     """Find the line that names the account, near one that says only that memory is out."""
     if finding.weight is not Weight.GENERIC:
         return None
-    for other in scan.findings:
-        near = 0 <= other.number - finding.number <= _BURST_LINES
-        if near and other.memory and other.weight is Weight.SPECIFIC:
-            return other
-    return None
+    near = [
+        other
+        for other in scan.findings
+        if other.memory
+        and other.weight is Weight.SPECIFIC
+        and 0 <= other.number - finding.number <= _BURST_LINES
+    ]
+    # The innermost function speaks first; its caller, a few lines on, says what the buffer was for.
+    return [other for other in near if other.number - near[0].number <= _CALLER_LINES][-1] if near else None
 
 
 def _causes_of(
@@ -331,14 +337,17 @@ def _stage_of_finding(finding: Finding, scan: Scan) -> Stage | None:
         return Stage.WARMUP if finding.phase >= Phase.LOADED else Stage.LOAD
     if rule.stage is not None:
         return Stage.INFERENCE if by_phase is Stage.INFERENCE and rule.stage is Stage.WARMUP else rule.stage
+    frames = finding.frames if by_phase in (None, Stage.LOAD, Stage.WARMUP) else frozenset()
     for frame, stage in (("kv", Stage.WARMUP), ("warmup", Stage.WARMUP), ("load", Stage.LOAD)):
-        if frame in finding.frames and by_phase is not Stage.INFERENCE:
+        if frame in frames:
             return stage
-    if by_phase is Stage.LOAD and finding.phase is Phase.LOADING:
-        return Stage.LOAD
+    if "forward" in frames and (by_phase is not None or scan.failed_before_ready):
+        return Stage.WARMUP  # a forward pass before it is ready
     if by_phase is not None:
         return by_phase
-    return Stage.INFERENCE if "inference" in finding.frames else None
+    if finding.before_ready:
+        return Stage.LOAD
+    return Stage.INFERENCE if {"inference", "forward"} & finding.frames else None
 
 
 def _stage_by_context(evidence: Evidence, scan: Scan) -> Stage | None:
@@ -354,11 +363,18 @@ def _stage_by_context(evidence: Evidence, scan: Scan) -> Stage | None:
     return Stage.INFERENCE if _http_failed(evidence) else None
 
 
+_OF_LOADING = re.compile(
+    r"mlock|MEMLOCK|pinned|madvise|HEAD failed|preset|register cu|VirtualLock", re.IGNORECASE
+)
+
+
 def _benign_stage(evidence: Evidence, scan: Scan) -> Stage:
     if scan.stopping or scan.phase is Phase.IDLE or not _runs(evidence):
         return Stage.IDLE
     if scan.reached >= Phase.SERVING or evidence.http_status is not None:
         return Stage.INFERENCE
+    if scan.harmless and _OF_LOADING.search(scan.harmless[0][1]):
+        return Stage.LOAD
     if scan.reached >= Phase.LOADED:
         return Stage.WARMUP
     if scan.reached is Phase.UNKNOWN:
@@ -423,6 +439,18 @@ def _speed(evidence: Evidence, scan: Scan) -> float | None:
 def _is_slow(evidence: Evidence, scan: Scan) -> bool:
     baseline, speed = _baseline(evidence, scan), _speed(evidence, scan)
     return baseline is not None and speed is not None and speed < _SLOW_RATIO * baseline
+
+
+def _spills(evidence: Evidence, scan: Scan) -> bool:
+    """Host memory stands in for the card's: much of it, or some while the speed has fallen."""
+    shared = evidence.shared_used_bytes or 0
+    full = _is_full(evidence)
+    return shared >= _SPILL_BYTES or (_is_slow(evidence, scan) and (full or shared >= _SPILL_BYTES // 4))
+
+
+def _is_full(evidence: Evidence) -> bool:
+    total, used = evidence.card_total_bytes, evidence.card_used_bytes
+    return total is not None and used is not None and used >= _FULL_RATIO * total
 
 
 def _unique(causes: tuple[Cause, ...]) -> tuple[Cause, ...]:
