@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +46,7 @@ __all__ = [
     "FailureRecord",
     "FileRecord",
     "Fingerprint",
+    "Head",
     "Journal",
     "ModelRecord",
     "Present",
@@ -55,6 +57,7 @@ __all__ = [
     "journal_of",
     "journals",
     "new_id",
+    "newest",
     "now_iso",
     "peaks_by_phase",
     "read_all",
@@ -233,6 +236,24 @@ def journal_of(directory: Path, card: CardInfo) -> Journal:
 def journals(directory: Path) -> list[Journal]:
     """The journals of all cards under a state directory."""
     return [Journal(path) for path in sorted(directory.glob(f"{PREFIX}*.jsonl"))]
+
+
+def newest(
+    directory: Path, accept: Callable[[Head], bool], limit: int | None = None
+) -> tuple[list[tuple[Journal, Record]], int]:
+    """The newest records of all cards that `accept` takes, newest first; and how many lines were unreadable.
+
+    `accept` sees every head, oldest first within a card.
+    """
+    found: list[tuple[str, Journal, bytes]] = []
+    opened = journals(directory)
+    for journal in opened:
+        accepted = ((head.time, journal, line) for head, line in journal.heads() if accept(head))
+        found += deque(accepted, maxlen=limit)
+    found = sorted(reversed(found), key=lambda item: item[0], reverse=True)  # the later line wins a tie
+    pairs = ((journal, journal.decode(line)) for _, journal, line in found[:limit])
+    records = [(journal, record) for journal, record in pairs if record is not None]
+    return records, sum(journal.skipped_lines + journal.newer_lines for journal in opened)
 
 
 def read_all(directory: Path) -> tuple[list[Record], int]:
