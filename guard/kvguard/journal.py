@@ -250,8 +250,8 @@ def newest(
     for journal in opened:
         accepted = ((head.time, journal, line) for head, line in journal.heads() if accept(head))
         found += deque(accepted, maxlen=limit)
-    found = sorted(reversed(found), key=lambda item: item[0], reverse=True)  # the later line wins a tie
-    pairs = ((journal, journal.decode(line)) for _, journal, line in found[:limit])
+    newest_first = sorted(found, key=lambda item: item[0])[::-1]  # of equal times the later line
+    pairs = ((journal, journal.decode(line)) for _, journal, line in newest_first[:limit])
     records = [(journal, record) for journal, record in pairs if record is not None]
     return records, sum(journal.skipped_lines + journal.newer_lines for journal in opened)
 
