@@ -77,7 +77,8 @@ def configs(
     elif export is Export.MD:
         write_markdown(shown)
     elif shown:
-        _stdout().print(table_of(shown))
+        console = _stdout()
+        console.print(table_of(shown, width=console.width))
     if not shown:
         fail(f"no {'failed ' if failed else ''}configuration is recorded in {directory}", 1)
 

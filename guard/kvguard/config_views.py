@@ -18,6 +18,9 @@ from kvguard.settings import format_size
 Changes = tuple[str, ...] | None
 """What has changed since a record: nothing (verified now), these things, or None where nobody knows."""
 
+NARROW = 120
+"""Columns under which the table is stacked."""
+
 Shown = tuple[Record, Changes]
 
 
@@ -27,9 +30,9 @@ def now_in_words(changes: Changes) -> str:
     return "no: " + "; ".join(changes) if changes else "yes"
 
 
-def table_of(shown: Sequence[Shown]) -> Table:
-    table = Table(show_lines=True, highlight=False)
-    for heading in (
+def table_of(shown: Sequence[Shown], *, width: int) -> Table:
+    """Seven columns, or three where the terminal is narrow."""
+    headings = [
         "when, id",
         "event, why",
         "model, card",
@@ -37,21 +40,31 @@ def table_of(shown: Sequence[Shown]) -> Table:
         "predicted / measured",
         "peak",
         "verified now",
-    ):
+    ]
+    rows = [_cells(*pair) for pair in shown]
+    if width < NARROW:
+        headings = ["when, what, why", "model, card, knobs", "memory, verified now"]
+        rows = [["\n".join(row[:2]), "\n".join(row[2:4]), "\n".join(row[4:])] for row in rows]
+    table = Table(show_lines=True, highlight=False)
+    for heading in headings:
         table.add_column(heading, overflow="fold")
-    for record, changes in shown:
-        row = dict(_row(record, changes))
-        color = "green" if record.worked else "red"
-        table.add_row(
-            f"{row['time']}\n{escape(record.id)}",
-            f"[{color}]{row['event'].removeprefix('config_')}[/]\n{escape(row['why'])}",
-            escape(f"{row['model']}\n{row['quant']}\n{row['card']}"),
-            f"batch {row['batch']}\nctx {row['ctx']}\npool {row['pool']}\nkv {escape(row['kv type'])}",
-            "\n".join(f"{name} {row[name]}" for name in ("weights", "kv", "overhead")),
-            row["peak"],
-            escape(row["verified now"]),
-        )
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _cells(record: Record, changes: Changes) -> list[str]:
+    row = dict(_row(record, changes))
+    color = "green" if record.worked else "red"
+    return [
+        f"{row['time']}\n{escape(record.id)}",
+        f"[{color}]{row['event'].removeprefix('config_')}[/] {escape(row['why'])}".strip(),
+        escape(f"{row['model']}\n{row['quant']}\n{row['card']}"),
+        f"batch {row['batch']}\nctx {row['ctx']}\npool {row['pool']}\nkv {escape(row['kv type'])}",
+        "\n".join(f"{name} {row[name]}" for name in ("weights", "kv", "overhead")),
+        f"peak {row['peak']}",
+        escape(row["verified now"]),
+    ]
 
 
 def _row(record: Record, changes: Changes) -> Iterator[tuple[str, str]]:
