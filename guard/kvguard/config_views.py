@@ -31,7 +31,7 @@ def now_in_words(changes: Changes) -> str:
 
 
 def table_of(shown: Sequence[Shown], *, width: int) -> Table:
-    """Seven columns, or three where the terminal is narrow."""
+    """Seven columns, or three where the terminal is narrow; `shown` is not empty."""
     headings = [
         "when, id",
         "event, why",
@@ -46,7 +46,8 @@ def table_of(shown: Sequence[Shown], *, width: int) -> Table:
         headings = ["when, what, why", "model, card, knobs", "memory, verified now"]
         rows = [["\n".join(row[:2]), "\n".join(row[2:4]), "\n".join(row[4:])] for row in rows]
     table = Table(show_lines=True, highlight=False)
-    for heading in headings:
+    table.add_column(headings[0], overflow="fold", min_width=len(shown[0][0].id))
+    for heading in headings[1:]:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*row)
