@@ -25,7 +25,7 @@ from kvguard.journal import Fingerprint, Head, Journal, Record, newest, to_built
 from kvguard.settings import StateSection
 from kvguard.verified import Verifier
 
-WIDE = 160
+WIDE = 180
 """Columns where the output is no terminal, so that nothing is folded without need."""
 
 app = typer.Typer(
