@@ -75,7 +75,7 @@ HOST: tuple[Rule, ...] = (
     rule(_H, "defaultcpuallocator|alloc_cpu.cpp", r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|enforce fail at alloc_cpu\.cpp|alloc_cpu\.cpp.{0,80}allocate memory", sure=0.88),
     rule(_H, "bad_alloc|bad allocation", r"std::bad_alloc|\bbad_alloc\b|\bbad allocation\b", sure=0.88),
     rule(_H, "memoryerror", r"(?:^|[\s.])(?:numpy\S*)?_?(?:Array)?MemoryError\b", sure=0.88),
-    rule(_H, "cannot allocate memory|can't allocate memory|not enough memory resources|paging file|not enough memory: you tried|failed to allocate memory", r"Cannot allocate memory|The paging file is too small|Not enough memory resources are available|not enough memory: you tried to allocate|\[Errno 12\]|os error (?:12|1455|8)\b", sure=0.85),
+    rule(_H, "cannot allocate memory|can't allocate memory|not enough memory resources|paging file|not enough memory: you tried|failed to allocate memory", r"Cannot allocate memory(?! in static TLS)|The paging file is too small|Not enough memory resources are available|not enough memory: you tried to allocate|\[Errno 12\]|os error (?:12|1455|8)\b", sure=0.85),
     rule(_H, "unable to allocate", r"Unable to allocate .{0,40}for an array with shape", sure=0.88),
     rule(_H, "memory allocation of", r"memory allocation of \d+ bytes failed", sure=0.88),
     rule(_H, "runtime: out of memory|heap out of memory", r"fatal error: runtime: (?:out of memory|cannot allocate memory)|heap out of memory", sure=0.85),
@@ -97,5 +97,3 @@ GENERIC: tuple[Rule, ...] = (
     rule(_A, "ggml_assert", r"GGML_ASSERT\((?:buffer|buf|ctx->mem_buffer|ptr|data) ?(?:!= ?(?:NULL|nullptr|0))?\) failed", weight=Weight.HINT, sure=0.5),
     rule(_A, "ran out of memory|out-of-memory| oom ", r"\b(?:ran|runs|run) out of (?:GPU |device |video )?memory|\bout-of-memory\b.{0,30}(?:error|exception|occurred)", weight=Weight.GENERIC, sure=0.75),
 )  # fmt: skip
-
-MEMORY_RULES = KERNEL + ACCOUNTS + HOST + GENERIC

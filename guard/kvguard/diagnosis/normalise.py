@@ -50,6 +50,7 @@ _PREFIXES = re.compile(
 )
 
 _LEVELS = {"t": "debug", "d": "debug", "i": "info", "n": "info", "w": "warning", "e": "error"}
+_LOGFMT_ERROR = re.compile(r"\b(?:error|err)=\"?\w")
 _LOGFMT_LEVEL = re.compile(r"\blevel=\"?(\w+)")
 
 _MESSAGE_KEYS = ("message", "msg", "log", "MESSAGE", "event")
@@ -105,7 +106,7 @@ def _unwrapped(number: int, text: str, depth: int = 0) -> Iterator[Line]:
             yield from _from_record(number, record, depth)
             return
     if match := _LOGFMT_LEVEL.search(text):
-        level = _level(match.group(1))
+        level = "error" if _LOGFMT_ERROR.search(text) else _level(match.group(1))
     yield Line(number, text, level)
 
 

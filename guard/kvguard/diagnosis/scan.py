@@ -21,15 +21,11 @@ from kvguard.diagnosis.context_rules import (
     child_signal,
 )
 from kvguard.diagnosis.echo import EchoFilter
-from kvguard.diagnosis.fault_rules import FAULT_RULES
-from kvguard.diagnosis.memory_rules import MEMORY_RULES
 from kvguard.diagnosis.milestones import Phase, frame_of, phase_of
 from kvguard.diagnosis.normalise import Line, lines_of
 from kvguard.diagnosis.rule import Rule, Weight, first_match
+from kvguard.diagnosis.rules import RULES
 from kvguard.domain import MEMORY_CAUSES, Cause
-
-RULES: tuple[Rule, ...] = MEMORY_RULES[:6] + FAULT_RULES + MEMORY_RULES[6:]
-"""The kernel's word first; then faults, whose wordings are narrower than those of allocations."""
 
 _MAX_FINDINGS = 64
 _MAX_QUOTED_CHARS = 400

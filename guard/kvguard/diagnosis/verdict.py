@@ -335,6 +335,9 @@ def _stage_of_finding(finding: Finding, scan: Scan) -> Stage | None:
     rule = finding.rule
     if rule.cause is Cause.PORT_IN_USE:  # a server that could not bind never was ready, whatever it said
         return Stage.WARMUP if finding.phase >= Phase.LOADED else Stage.LOAD
+    if rule.stage is Stage.LOAD and finding.phase is not Phase.LOADING:
+        if scan.failed_after_ready and not scan.failed_before_ready:
+            return Stage.INFERENCE
     if rule.stage is not None:
         return Stage.INFERENCE if by_phase is Stage.INFERENCE and rule.stage is Stage.WARMUP else rule.stage
     frames = finding.frames if by_phase in (None, Stage.LOAD, Stage.WARMUP) else frozenset()
