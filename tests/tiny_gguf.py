@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MULTIPLIED = re.compile(
+    r"(token_embd|output|attn_(q|k|v|qkv|output|[qk]v?_[ab]\w*)|ffn_\w*(gate|up|down)\w*)\.weight$"
 )
 MERGES = ("t h", "th e", "i n", "a n", "e r", "o n", "r e", "a t", "e n", "o r", "Ġ the", "in g", "an d")
 
@@ -60,9 +64,10 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -
 def add_tensor(
     writer: GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, ...], kind: str
 ) -> None:
-    """Norms and biases stay F32, and so does a row that is no whole number of blocks."""
+    """Only what is multiplied by is quantised: llama.cpp wants norms, biases and state parameters in F32."""
     block = {"F32": 1, "F16": 1, "BF16": 1}.get(kind, 32 if "_K" not in kind else 256)
-    kind = "F32" if len(shape) < 2 or shape[0] % block or "norm" in name else kind
+    multiplied = MULTIPLIED.search(name) is not None and len(shape) > 1 and shape[0] % block == 0
+    kind = kind if multiplied else "F32"
     writer.add_tensor(name, random_tensor(rng, shape, kind), raw_dtype=GGMLQuantizationType[kind])
 
 
@@ -105,7 +110,7 @@ def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
-    elif value and isinstance(value[0], bool):
+    elif isinstance(value[0], bool | float):
         writer.add_array(key, value)
     else:  # the writer would take int32, and llama.cpp wants its arrays unsigned or signed 32 bit
         writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.INT32)

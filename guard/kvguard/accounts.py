@@ -6,16 +6,25 @@ from functools import lru_cache
 from typing import Literal
 
 from kvguard.domain import Accounts, Basis, Entry, Knobs, PoolKind
-from kvguard.geometry import Geometry, GeometryError, LlamaSettings, gguf_geometry, llama_cpp
+from kvguard.geometry import Geometry, GeometryError, LlamaSettings, gguf_geometry, hf_geometry, llama_cpp
 from kvguard.model import ModelMeta
 from kvguard.overhead import Learned, llama_overhead
+from kvguard.vllm_accounts import predict_vllm
 
 EngineName = Literal["llama.cpp", "vllm"]
+
+COPIES_EMBEDDING = ("gemma3n", "gemma4")
+"""llama.cpp loads a tied embedding twice even in host memory (load_arch_tensors makes the output first)."""
+
+
+def engine_of(meta: ModelMeta) -> EngineName:
+    """The engine that runs a model of this form."""
+    return "vllm" if meta.form == "checkpoint" else "llama.cpp"
 
 
 def geometry_of(meta: ModelMeta) -> Geometry:
     """The geometry of a model on the engine that runs its form of weights. Raises: GeometryError."""
-    return _gguf_geometry(_Same(meta))
+    return _geometry(_Same(meta))
 
 
 class _Same:
@@ -32,8 +41,11 @@ class _Same:
 
 
 @lru_cache(maxsize=64)
-def _gguf_geometry(model: _Same) -> Geometry:
-    return gguf_geometry(model.meta.architecture, model.meta.hparams)
+def _geometry(model: _Same) -> Geometry:
+    meta = model.meta
+    if meta.form == "gguf":
+        return gguf_geometry(meta.architecture, meta.hparams)
+    return hf_geometry(meta.hparams)
 
 
 def llama_settings(knobs: Knobs) -> LlamaSettings:
@@ -53,35 +65,55 @@ def llama_settings(knobs: Knobs) -> LlamaSettings:
 def predict(
     meta: ModelMeta,
     knobs: Knobs,
-    engine: EngineName = "llama.cpp",
+    engine: EngineName | None = None,
+    learned: Learned | None = None,
+    *,
+    gpu: bool = False,
+    projector_bytes: int = 0,
+    tensor_parallel: int = 1,
+) -> Accounts:
+    """Predict what these knobs take. `gpu`: the card is not the host's own memory.
+
+    Raises: GeometryError for a model or settings that the engine would refuse.
+    """
+    engine = engine or engine_of(meta)
+    if meta.form != "sketch" and engine != engine_of(meta):
+        raise GeometryError(f"{engine} does not load {meta.name}: a {meta.form} is for {engine_of(meta)}")
+    geometry = geometry_of(meta)
+    if engine == "vllm":
+        return predict_vllm(meta, geometry, knobs, learned, gpu=gpu, tensor_parallel=tensor_parallel)
+    return predict_llama(meta, geometry, knobs, learned, gpu=gpu, projector_bytes=projector_bytes)
+
+
+def predict_llama(
+    meta: ModelMeta,
+    geometry: Geometry,
+    knobs: Knobs,
     learned: Learned | None = None,
     *,
     gpu: bool = False,
     projector_bytes: int = 0,
 ) -> Accounts:
-    """Predict what these knobs take. `gpu`: the card is not the host's own memory.
-
-    Raises: GeometryError for settings that the engine would refuse.
-    """
-    if engine != "llama.cpp":
-        raise GeometryError(f"{engine} does not run a model of form {meta.form}")
-    geometry, settings = geometry_of(meta), llama_settings(knobs)
+    """Predict a llama-server."""
+    settings = llama_settings(knobs)
     room = llama_cpp.cells(settings, geometry.n_ctx_train)
     on_card = card_layers(meta, knobs.gpu_layers) if gpu else range(meta.n_layer + 1)
-    entries = [
-        *llama_weights(meta, on_card, gpu=gpu, projector_bytes=projector_bytes),
-        *llama_kv(geometry, settings, on_card),
-        *llama_overhead(
-            meta,
-            geometry,
-            settings,
-            room,
-            gpu=gpu,
-            host_cache_bytes=knobs.host_cache_bytes,
-            learned=learned,
-        ),
-    ]
-    return Accounts(entries=tuple(entries))
+    overhead = llama_overhead(
+        meta, geometry, settings, room, gpu=gpu, host_cache_bytes=knobs.host_cache_bytes, learned=learned
+    )
+    weights = llama_weights(meta, on_card, gpu=gpu, projector_bytes=projector_bytes)
+    return Accounts(entries=(*weights, *llama_kv(geometry, settings, on_card), *overhead))
+
+
+def refine(predicted: Accounts, dry_run: Accounts) -> Accounts:
+    """Replace what the engine can size itself: its compute buffers, and a KV account that was an estimate."""
+    told = {"compute buffers"}
+    entries = [e for e in predicted.entries if not (e.account == "overhead" and e.name in told)]
+    fresh = [e for e in dry_run.entries if e.account == "overhead"]
+    if any(e.account == "kv" and e.basis is Basis.ESTIMATE for e in entries):
+        entries = [e for e in entries if e.account != "kv"]
+        fresh += [e for e in dry_run.entries if e.account == "kv"]
+    return Accounts(entries=(*entries, *fresh))
 
 
 def card_layers(meta: ModelMeta, gpu_layers: int) -> range:
@@ -104,7 +136,7 @@ def llama_weights(meta: ModelMeta, on_card: range, *, gpu: bool, projector_bytes
         parts["experts", here] = parts.get(("experts", here), 0) + experts
     output_here = meta.n_layer in on_card
     parts["output", output_here] = weights.output_bytes
-    if gpu and output_here:
+    if (gpu and output_here) or (not gpu and meta.architecture in COPIES_EMBEDDING):
         parts["output (copy of the embedding)", True] = weights.tied_bytes
     parts["projector", True] = projector_bytes
     return [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvguard.accounts import EngineName, predict
+from kvguard.accounts import EngineName, engine_of, predict
 from kvguard.domain import GIB, Accounts, CardReading, Knobs, PoolKind
 from kvguard.model import ModelMeta
 from kvguard.overhead import Learned
@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 DEFAULT_CTX = 32_768
-DEFAULT_BATCH = 4
+DEFAULT_BATCH: dict[EngineName, int] = {"llama.cpp": 4, "vllm": 16}
 GOOD_CTX = 8192  # a context below this is given up only after batch and micro-batch
-PREFILL_TOKENS = 512
+PREFILL_TOKENS: dict[EngineName, int] = {"llama.cpp": 512, "vllm": 2048}
 LEAST_PREFILL_TOKENS = 64
 HOST_CACHE_MAX_BYTES = 2 * GIB
 STEP = 256  # llama.cpp rounds contexts to this
@@ -52,7 +52,7 @@ class Limits:
     kv_type: str = "f16"
     pool_kind: PoolKind = PoolKind.UNIFIED
     gpu_layers: int | None = None
-    prefill_tokens: int = PREFILL_TOKENS
+    prefill_tokens: int | None = None
     exact: bool = False
 
 
@@ -105,7 +105,7 @@ def choose(
     *,
     prefer: Prefer = "balanced",
     min_ctx: int | None = None,
-    engine: EngineName = "llama.cpp",
+    engine: EngineName | None = None,
     limits: Limits | None = None,
     gpu: bool = False,
     learned: Learned | None = None,
@@ -170,7 +170,7 @@ class _Search:
         self,
         card: CardReading | int,
         headroom_bytes: int,
-        engine: EngineName,
+        engine: EngineName | None,
         limits: Limits,
         gpu: bool,
         learned: Learned | None,
@@ -217,7 +217,8 @@ class _Search:
         wish = limits.ctx_tokens or DEFAULT_CTX
         ctx = max(min(wish, meta.n_ctx_train or wish), 1)
         layers = limits.gpu_layers if gpu_layers is None else gpu_layers
-        batch = 1 if meta.is_embedding and limits.batch is None else limits.batch or DEFAULT_BATCH
+        engine = self.engine or engine_of(meta)
+        batch = limits.batch or (1 if meta.is_embedding else DEFAULT_BATCH[engine])
         knobs = Knobs(
             batch=batch,
             ctx_tokens=ctx,
@@ -226,7 +227,7 @@ class _Search:
             quant=meta.variant(),
             kv_type=limits.kv_type,
             gpu_layers=-1 if layers is None else layers,
-            prefill_tokens=limits.prefill_tokens,
+            prefill_tokens=limits.prefill_tokens or PREFILL_TOKENS[engine],
         )
         yield knobs
         if limits.pool_kind is PoolKind.UNIFIED and batch > 1:
@@ -248,7 +249,7 @@ class _Search:
                 knobs.ctx_tokens * knobs.batch // STEP,
             )
             knobs = replace(knobs, pool_tokens=max(tokens * STEP, knobs.ctx_tokens))
-        if self.engine == "llama.cpp" and not self.gpu:
+        if not self.gpu and (self.engine or engine_of(meta)) == "llama.cpp":
             left = self.usable - self.accounts(meta, knobs).total_bytes
             knobs = replace(knobs, host_cache_bytes=min(left // 2, HOST_CACHE_MAX_BYTES))
         return knobs

@@ -169,7 +169,9 @@ class _Model:
             r, s = 0, self.head_k * self.head_k * heads
         else:
             inner, size = f.number("ssm.inner_size"), f.number("ssm.state_size")
-            r = conv * (inner + 2 * f.number("ssm.group_count", 0) * size)
+            # Mamba-1 has no groups, whatever its file says
+            groups = 0 if self.architecture in ("mamba", "jamba") else f.number("ssm.group_count", 0)
+            r = conv * (inner + 2 * groups * size)
             s = inner * size
         return LayerKV(name="state", kind="state", layer=layer, conv_elems=r, state_elems=s)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvguard.geometry import llama_cpp
+from kvguard.geometry import llama_cpp, vllm
 from kvguard.geometry.llama_cpp import LlamaSettings
 from kvguard.geometry.shapes import Geometry
+from kvguard.geometry.vllm import VllmSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +56,22 @@ def llama_price(geometry: Geometry, settings: LlamaSettings) -> Price:
         bounded = layer.kind in ("window", "chunk") and not settings.swa_full
         limit = layer.window if bounded else UNLIMITED
         slopes.append((llama_cpp.token_bytes(geometry, layer, settings), layer.ratio, limit))
+    return Price(fixed, 1, tuple(slopes))
+
+
+def vllm_price(geometry: Geometry, settings: VllmSettings) -> Price:
+    """Price one request on vLLM: whole blocks of every group, each as wide as the pool's block.
+
+    A group of windows holds at most its window, what is in flight, and one block more for its ragged edge.
+    """
+    block = vllm.block_bytes(geometry, settings)
+    fixed, slopes = 0, []
+    for group in vllm.tables(geometry, settings):
+        if group.kind == "state":
+            fixed += block
+        elif group.kind in ("window", "chunk"):
+            most = group.blocks(1 << 40, settings.in_flight_tokens) * group.block_tokens
+            slopes.append((block, group.block_tokens, most))
+        else:
+            slopes.append((block, group.block_tokens, UNLIMITED))
     return Price(fixed, 1, tuple(slopes))

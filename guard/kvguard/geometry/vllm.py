@@ -150,12 +150,16 @@ def block_bytes(geometry: Geometry, settings: VllmSettings) -> int:
     return max(group.page_bytes * group.layers for group in found)
 
 
+def tables(geometry: Geometry, settings: VllmSettings) -> list[Group]:
+    """The groups that draw blocks: layers of one kind, however wide each is, share one table."""
+    found = groups(geometry, settings)
+    return found[:1] if len({(group.kind, group.window) for group in found}) == 1 else found
+
+
 def request_blocks(geometry: Geometry, settings: VllmSettings, tokens: int) -> int:
     """The most blocks that one sequence of `tokens` ever holds, over all groups."""
-    found = groups(geometry, settings)
-    if len({(group.kind, group.window) for group in found}) == 1:
-        found = found[:1]
-    return sum(group.blocks(tokens, settings.in_flight_tokens) for group in found)
+    held = (group.blocks(tokens, settings.in_flight_tokens) for group in tables(geometry, settings))
+    return sum(held)
 
 
 def capacity_tokens(geometry: Geometry, settings: VllmSettings, blocks: int) -> int:
