@@ -1,7 +1,7 @@
-"""A child process that speaks the engines' HTTP and does on request what a real one cannot: stall, crash, lie.
+"""A child process that speaks the engines' HTTP and does on request what a real one cannot: stall, crash.
 
-It is deterministic: the token after `w7 ` is `w8 `, wherever the text so far came from, so that an answer that
-was continued can be compared byte for byte with one that was not. What it should do comes in the body:
+It is deterministic: the token after `w7 ` is `w8 `, wherever the text so far came from, so that an answer
+that was continued can be compared byte for byte with one that was not. What it should do is in the body:
 
     "fake": {"tokens": 5,            length of the answer (else max_tokens)
              "delay_s": 0.01,        pause before each token
@@ -116,6 +116,8 @@ class FakeEngine:
             if fake.get("delay_s"):
                 await asyncio.sleep(fake["delay_s"])
             yield answer.next_text()
+        if fake.get("crash_after") == answer.tokens:  # before the finish reason
+            self._maybe_crash(fake)
 
     def _maybe_crash(self, fake: dict[str, Any]) -> None:
         if self.life in fake.get("crash_in_lives", [self.life]):

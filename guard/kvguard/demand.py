@@ -33,7 +33,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A route that makes the engine work. `name` is its class in statistics, `shape` says where its text is."""
+    """A route that makes the engine work: `name` is its class in statistics, `shape` says where its text is."""
 
     name: str
     shape: Shape
@@ -83,7 +83,7 @@ ROUTES: Mapping[str, Route] = {
     "/invocations": _OTHER,
     "/generate": _OTHER,
 }
-"""POST routes of llama-server, llama_cpp.server and vLLM that occupy a sequence; all others pass straight on."""
+"""POST routes of llama-server, llama_cpp.server and vLLM that occupy a sequence; all others pass on."""
 
 _ADDED_BY_FRAMING = 64
 """Tokens around a prompt that is not a chat: BOS, EOS, a leading space, fill-in-the-middle markers."""
@@ -224,6 +224,7 @@ def price(item: Draft, prompt_tokens: int, capacity: Capacity | None, *, exact: 
         exact=exact,
         work=item.route.work,
         route=item.route.name,
+        counted=item.stream and sequences == 1,
     )
 
 

@@ -11,15 +11,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
 from kvguard.domain import Ending, EngineSample
+from kvguard.lease import Lease
 from kvguard.ports import BackendError, Engine
-
-if TYPE_CHECKING:
-    from kvguard.limiter import Lease
 
 POLL_S = (0.02, 0.05, 0.1, 0.25, 0.5)
 """Pauses between looks, the last one repeated: a stream in decode is free at once, most others much later."""
@@ -39,8 +37,11 @@ _log = structlog.get_logger("kvguard.drain")
 class Running(Protocol):
     """A request that the engine has."""
 
-    sequences: int
-    sent_at_s: float
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def sent_at_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +94,7 @@ class Drain:
         still_ours = sum(flight.sequences for flight in running() if flight in ours)
         free = seen is not None and seen <= still_ours
         for item in [item for item in self._draining if item.since_s <= asked_at_s]:
-            if free or self._overdue(item, blind=seen is None):
+            if free or not item.lease.live or self._overdue(item, blind=seen is None):
                 self._draining.remove(item)
                 item.lease.release(Ending.CANCELLED)
 

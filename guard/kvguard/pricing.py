@@ -19,7 +19,7 @@ from kvguard.ports import BackendError, Engine
 MAX_COUNTS = 4096
 _SMALLEST_CHAT = {"messages": [{"role": "user", "content": "a"}]}
 _MARGIN_TOKENS = 16
-"""For what a template adds to some messages only: a date, a default system prompt in front of a tool answer."""
+"""For what a template adds to some messages only, such as a date or a default system prompt."""
 
 _log = structlog.get_logger("kvguard.pricing")
 
@@ -56,6 +56,12 @@ class Pricer:
         if prompt_tokens is None:
             return price_unknown(item, capacity)
         return price(item, prompt_tokens, capacity, exact=True)
+
+    async def tokens_of(self, text: str) -> int | None:
+        """Tokens of generated text, which has no beginning-of-text token in front of it."""
+        with_text = await self._ask("/v1/completions", {"prompt": text})
+        without = await self._ask("/v1/completions", {"prompt": ""})
+        return None if with_text is None or without is None else max(0, with_text - without)
 
     async def _count(self, path: str, body: bytes) -> int | None:
         digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()

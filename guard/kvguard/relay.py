@@ -39,11 +39,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """An answer of the engine's that waits for the supervisor's verdict. In a stream, `body` is its rest."""
+    """An answer of the engine's that waits for the supervisor's verdict; `events`: the rest of a stream."""
 
     status: int
     headers: Headers
     body: bytes
+    events: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +56,17 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """The engine did not answer to the end. `clean`: it closed the stream properly, though too early."""
+    """The engine did not answer to the end.
+
+    held        what it said instead
+    clean       it closed the stream properly, though without a finish reason
+    never_sent  the request was not sent at all
+    """
 
     reason: str
     held: Held | None = None
     clean: bool = False
+    never_sent: bool = False
 
 
 class Reply:
@@ -98,6 +105,13 @@ class Reply:
         await self.start(status, headers)
         await self.finish(body)
 
+    async def release(self, held: Held) -> None:
+        """Show the client what was held back, in the stream when that has begun."""
+        if not self.started:
+            await self.whole(held.status, held.headers, held.body)
+        else:
+            await self.finish(held.body if held.events else b"data: " + held.body + b"\n\n")
+
     async def error(self, error: ErrorReply) -> None:
         """Tell the client, in the stream when that has begun."""
         if self.started:
@@ -110,16 +124,25 @@ class Reply:
 
 
 async def forward(
-    upstream: Upstream, endpoint: Endpoint, call: Call, reply: Reply, progress: Callable[[int], None]
+    upstream: Upstream,
+    endpoint: Endpoint,
+    call: Call,
+    reply: Reply,
+    *,
+    progress: Callable[[int], None],
+    rewrite: Callable[[bytes], bytes] | None = None,
 ) -> Done | Broken:
-    """Send `call` to the engine and its answer to the client; `progress` hears the tokens streamed so far."""
+    """Send `call` to the engine and its answer to the client.
+
+    `progress` hears the tokens streamed so far; `rewrite` is applied to the events of a continuation.
+    """
     try:
         response = await upstream.open(endpoint, call.method, call.target, call.headers, call.body)
     except UpstreamBroken as exc:
         return Broken(reason=str(exc))
     try:
         if response.content_type == "text/event-stream" and response.status < 400:
-            return await _stream(response, reply, progress)
+            return await _stream(response, reply, progress, rewrite)
         if response.content_length is None or response.content_length > MAX_HELD_BYTES:
             return await _pass(response, reply)
         return await _whole(response, reply)
@@ -132,12 +155,11 @@ async def forward(
 async def _whole(response: aiohttp.ClientResponse, reply: Reply) -> Done | Broken:
     body = await response.read()
     headers = end_to_end(response.raw_headers)
-    if response.status in _MAY_MEAN_DEATH:
+    if response.status in _MAY_MEAN_DEATH or reply.started:
         held = Held(status=response.status, headers=headers, body=body)
         return Broken(reason=f"HTTP {response.status}", held=held)
-    end = read_body_end(body)
     await reply.whole(response.status, headers, body)
-    return Done(end=end)
+    return Done(end=read_body_end(body))
 
 
 async def _pass(response: aiohttp.ClientResponse, reply: Reply) -> Done | Broken:
@@ -149,7 +171,10 @@ async def _pass(response: aiohttp.ClientResponse, reply: Reply) -> Done | Broken
 
 
 async def _stream(
-    response: aiohttp.ClientResponse, reply: Reply, progress: Callable[[int], None]
+    response: aiohttp.ClientResponse,
+    reply: Reply,
+    progress: Callable[[int], None],
+    rewrite: Callable[[bytes], bytes] | None,
 ) -> Done | Broken:
     cutter, tail = Cutter(), Tail()
     report_at = 1
@@ -157,14 +182,16 @@ async def _stream(
         events = cutter.feed(chunk)
         if not events:
             continue
-        tail.add(events)
         if has_error(events):
             return await _hold_error(response, events + cutter.rest())
+        if rewrite is not None:
+            events = rewrite(events)
+        tail.add(events)
         if not reply.started:
             await reply.start(response.status, end_to_end(response.raw_headers))
         await reply.write(events)
         if cutter.events >= report_at:
-            progress(cutter.events)
+            progress(cutter.events - 1)  # the first event of a chat only opens it
             report_at = cutter.events + PROGRESS_EVERY_TOKENS
     end = tail.end()
     if not end.complete:
@@ -181,5 +208,6 @@ async def _hold_error(response: aiohttp.ClientResponse, events: bytes) -> Broken
             rest += [chunk async for chunk in response.content.iter_any()]
     except (TimeoutError, aiohttp.ClientError, OSError):
         pass
-    held = Held(status=response.status, headers=end_to_end(response.raw_headers), body=b"".join(rest))
+    headers = end_to_end(response.raw_headers)
+    held = Held(status=response.status, headers=headers, body=b"".join(rest), events=True)
     return Broken(reason="error event", held=held)

@@ -1,4 +1,4 @@
-"""The HTTP client towards the engine: unlimited connections, untouched bytes, one second try on a stale one."""
+"""The HTTP client towards the engine: no limits, untouched bytes, one more try for a stale connection."""
 
 from __future__ import annotations
 

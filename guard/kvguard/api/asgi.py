@@ -64,7 +64,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], *, drop: frozenset[bytes]
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Read the whole body. Raises BodyTooLarge before the excess is read, ClientGone when the client leaves."""
+    """Read the whole body. Raises BodyTooLarge before the excess is kept, ClientGone if the client leaves."""
     declared = header(scope["headers"], b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         if header(scope["headers"], b"expect") is None:

@@ -29,7 +29,7 @@ class Keys:
         return bool(self._secrets)
 
     def name_of(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-        """Name of the key that a request carries, None if it carries no valid one; without keys, anonymous."""
+        """Name of the key that a request carries, None without a valid one; anonymous where no key is set."""
         if not self._secrets:
             return ANONYMOUS
         presented = _presented(headers)

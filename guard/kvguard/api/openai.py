@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import aiohttp
 import structlog
@@ -32,14 +31,12 @@ from kvguard.demand import ROUTES, DemandError, Dialect, Route, check_n, draft
 from kvguard.domain import MIB, State
 from kvguard.drain import Drain
 from kvguard.inflight import Flight, Inflight, InflightParts, backend_failed
+from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
 from kvguard.ports import Engine, Supervision
 from kvguard.pricing import Pricer
 from kvguard.relay import Call, Reply
 from kvguard.upstream import Upstream, UpstreamBroken
-
-if TYPE_CHECKING:
-    from kvguard.limiter import Limiter
 
 _NEVER_FORWARDED = frozenset(
     {
@@ -163,10 +160,13 @@ class GuardApp:
             error = ErrorReply(code="invalid_request", message=str(exc), param=exc.param)
             await self._refuse(route, reply, error)
             return
+        if item.stream:
+            reply.transcript = []
         flight = Flight(
             request_id=request_id,
             key=key,
             path=scope["path"],
+            body=body,
             call=_call(scope, request_id, body),
             draft=item,
             reply=reply,

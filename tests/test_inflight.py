@@ -1,0 +1,273 @@
+"""inflight: no request is lost when its engine dies, and none is answered twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from fakes import EngineChild, FakeClient, ready
+from request_fixtures import Stack, fake_stack, raw_post, reborn
+
+from kvguard.domain import Capacity, State
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def ask(stack: Stack, **fields: Any) -> Any:
+    fake = fields.pop("fake", {})
+    fields = {"model": "m", "messages": HI, "max_tokens": 6, **fields}
+    return await stack.openai().chat.completions.create(**fields, extra_body={"fake": fake})
+
+
+async def text_of(stream: Any) -> tuple[str, list[Any]]:
+    chunks = [chunk async for chunk in stream]
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices), chunks
+
+
+def words(count: int) -> str:
+    return "".join(f"w{i} " for i in range(count))
+
+
+class TestReplay:
+    async def test_an_answer_in_one_piece_is_asked_for_again(self) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            answer = asyncio.create_task(ask(stack, fake={"crash_after": 3, "crash_in_lives": [1]}))
+            async with reborn(stack, child) as heir:
+                assert (await answer).choices[0].message.content == words(6)
+                assert len((await heir.state())["seen"]) == 1
+            assert stack.value("kvguard_replays_total", how="replayed") == 1
+
+    async def test_a_stream_that_has_not_begun_is_asked_for_again(self) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            answer = asyncio.create_task(
+                ask(stack, stream=True, fake={"crash_after": 0, "crash_in_lives": [1]})
+            )
+            async with reborn(stack, child):
+                text, chunks = await text_of(await answer)
+            assert text == words(6)
+            assert len({chunk.id for chunk in chunks}) == 1
+
+    async def test_a_replay_goes_ahead_of_those_that_wait(self) -> None:
+        async with fake_stack(capacity=ONE_AT_A_TIME) as (stack, child):
+            stack.supervision.alive = False
+            first = asyncio.create_task(ask(stack, fake={"crash_after": 3, "crash_in_lives": [1]}))
+            second = asyncio.create_task(ask(stack, max_tokens=7))
+            async with reborn(stack, child) as heir:
+                await asyncio.gather(first, second)
+                seen = [request["body"]["max_tokens"] for request in (await heir.state())["seen"]]
+            assert seen == [6, 7]
+
+    async def test_a_backend_that_is_gone_for_good_is_a_503_with_the_reason(self) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            answer = asyncio.create_task(ask(stack, fake={"crash_after": 1}))
+            await child.process.wait()
+            await stack.supervision.asked.wait()
+            failed = stack.supervision.snapshot.with_(
+                state=State.FAILED, endpoint=None, detail="The weights do not fit"
+            )
+            stack.become(failed)
+            with pytest.raises(openai.InternalServerError, match="The weights do not fit") as caught:
+                await answer
+            assert caught.value.code == "backend_failed"
+            assert caught.value.response.headers["x-should-retry"] == "false"
+
+    async def test_a_backend_that_does_not_come_back_in_time_is_a_503(self) -> None:
+        async with fake_stack(wait_s=0.2) as (stack, child):
+            stack.supervision.alive = False
+            with pytest.raises(openai.InternalServerError, match="did not come back within 0.2 s") as caught:
+                await ask(stack, fake={"crash_after": 1})
+            assert caught.value.code == "backend_restarted"
+
+
+class TestContinuation:
+    @pytest.mark.parametrize("crash_after", [1, 3, 6])
+    async def test_the_client_sees_one_unbroken_stream(self, crash_after: int) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            stream = await ask(
+                stack,
+                max_tokens=6,
+                stream=True,
+                stream_options={"include_usage": True},
+                fake={"crash_after": crash_after, "crash_in_lives": [1]},
+            )
+            reading = asyncio.create_task(text_of(stream))
+            async with reborn(stack, child):
+                text, chunks = await reading
+            assert text == words(6)
+            assert len({chunk.id for chunk in chunks}) == 1
+            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+            assert sum(bool(c.choices and c.choices[0].delta.role) for c in chunks) == 1
+            usage = chunks[-1].usage
+            assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (1, 6, 7)
+
+    async def test_it_survives_a_second_death(self) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            stream = await ask(stack, stream=True, fake={"crash_after": 2, "crash_in_lives": [1, 2]})
+            reading = asyncio.create_task(text_of(stream))
+            async with reborn(stack, child) as heir, reborn(stack, heir):
+                text, _ = await reading
+            assert text == words(6)
+
+    async def test_a_text_completion_goes_on_behind_its_prompt(self) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            stream = await stack.openai().completions.create(
+                model="m",
+                prompt="w41 ",
+                max_tokens=4,
+                stream=True,
+                extra_body={"fake": {"crash_after": 2, "crash_in_lives": [1]}},
+            )
+            reading = asyncio.create_task(_completion_text(stream))
+            async with reborn(stack, child) as heir:
+                assert await reading == "w42 w43 w44 w45 "
+                body = (await heir.state())["seen"][0]["body"]
+            assert (body["prompt"], body["max_tokens"]) == ("w41 w42 w43 ", 2)
+
+    @pytest.mark.parametrize(
+        "field", [{"logprobs": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"n": 2}]
+    )
+    async def test_what_cannot_go_on_ends_with_an_error_event(self, field: dict[str, Any]) -> None:
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            stream = await ask(stack, stream=True, fake={"crash_after": 2, "crash_in_lives": [1]}, **field)
+            reading = asyncio.create_task(text_of(stream))
+            async with reborn(stack, child):
+                with pytest.raises(openai.APIError, match="cannot be continued") as caught:
+                    await reading
+            assert caught.value.code == "backend_restarted"
+
+
+class TestTheEngineLives:
+    async def test_its_error_reaches_the_client_byte_for_byte(self) -> None:
+        body = '{"error": {"message":"Context size has been exceeded.",  "code":500}}'
+        async with fake_stack() as (stack, _):
+            status, headers, answer = await raw_post(
+                stack, "/v1/chat/completions", encode(fake={"status": 500, "body": body})
+            )
+        assert (status, answer.decode()) == (500, body)
+        assert headers["x-request-id"]
+
+    async def test_its_error_event_too(self) -> None:
+        async with fake_stack() as (stack, _):
+            _, _, answer = await raw_post(
+                stack, "/v1/chat/completions", encode(stream=True, max_tokens=5, fake={"error_after": 2})
+            )
+        assert answer.count(b"w1 ") == 1
+        assert answer.endswith(
+            b'data: {"error": {"message": "engine says no", "type": "server_error", "code": 500}}\n\n'
+        )
+
+    async def test_a_stream_without_a_finish_reason_ends_as_it_did(self) -> None:
+        async with fake_stack() as (stack, _):
+            _, _, answer = await raw_post(
+                stack, "/v1/chat/completions", encode(stream=True, max_tokens=5, fake={"cut_after": 2})
+            )
+        assert answer.count(b"data: ") == 2
+
+
+class TestClientLeaves:
+    async def test_in_the_queue_its_place_is_free_at_once(self) -> None:
+        async with fake_stack(capacity=ONE_AT_A_TIME) as (stack, child):
+            stalled = asyncio.create_task(ask(stack, fake={"stall_after": 1}))
+            await until(lambda: stack.limiter.running == 1)
+            waiting = asyncio.create_task(ask(stack))
+            await until(lambda: stack.limiter.waiting == 1)
+            waiting.cancel()
+            await until(lambda: stack.limiter.waiting == 0)
+            await child.release()
+            await stalled
+
+    async def test_in_a_stream_the_engine_is_told_and_the_place_is_kept_until_it_is_free(self) -> None:
+        async with fake_stack() as (stack, child):
+            stream = await ask(stack, stream=True, fake={"stall_after": 2})
+            await anext(aiter(stream))
+            assert (await child.state())["running"] == 1
+            await stream.close()
+            await until(lambda: stack.limiter.running == 0)
+            assert (await child.state())["running"] == 0
+            assert stack.value("kvguard_requests_total", route="chat", ending="cancelled") == 1
+
+    async def test_others_that_run_do_not_keep_the_place_of_one_that_left(self) -> None:
+        async with fake_stack() as (stack, child):
+            other = await ask(stack, stream=True, fake={"stall_after": 2})
+            await anext(aiter(other))
+            stream = await ask(stack, stream=True, fake={"stall_after": 2})
+            await anext(aiter(stream))
+            await stream.close()
+            await until(lambda: stack.limiter.running == 1)
+            await child.release()
+            await text_of(other)
+
+
+class TestPoison:
+    async def test_only_a_request_that_crashes_alone_is_refused(self) -> None:
+        """Two memory crashes make suspects of both; run alone, one of them proves innocent."""
+        async with fake_stack() as (stack, child):
+            stack.supervision.alive = False
+            bad = asyncio.create_task(ask(stack, fake={"stall_after": 0, "crash_after": 2}))
+            good = asyncio.create_task(ask(stack, fake={"delay_s": 0.01}))
+            await until(lambda: len(list(stack.hot.inflight.running())) == 2)
+            child.process.kill()
+            blamed = []
+            for generation in (2, 3, 4):
+                await child.process.wait()
+                if generation < 4:
+                    await until(lambda: not list(stack.hot.inflight.running()))
+                else:
+                    await stack.supervision.asked.wait()
+                blamed.append(stack.die(generation - 1))
+                child = await EngineChild.start(life=generation)
+                stack.engine = FakeClient(child.endpoint)
+                stack.become(ready(child.endpoint, generation=generation))
+                if generation == 2:
+                    await until(lambda: len(list(stack.hot.inflight.running())) == 2)
+                    child.process.kill()
+                elif generation == 3:
+                    alone = list(stack.hot.inflight.running())
+                    await until(lambda: len(list(stack.hot.inflight.running())) == 1)
+                    assert len(alone) <= 1
+                    stack.supervision.asked.clear()
+                    await child.release()
+            with pytest.raises(openai.BadRequestError, match="ran this request alone") as caught:
+                await bad
+            assert caught.value.code == "request_poisonous"
+            assert (await good).choices[0].message.content == words(6)
+            assert blamed == [False, False, True]
+            await child.stop()
+
+    async def test_a_death_that_is_not_for_memory_makes_no_suspect(self) -> None:
+        async with fake_stack() as (stack, child):
+            stream = await ask(stack, stream=True, fake={"stall_after": 2})
+            await anext(aiter(stream))
+            for _ in range(5):
+                assert stack.hot.inflight.crashed(1, memory=False) is False
+            assert not any(flight.suspect for flight in stack.hot.inflight.running())
+            await child.release()
+            await text_of(stream)
+
+
+ONE_AT_A_TIME = Capacity(pool_tokens=2048, ctx_tokens=2048, sequences=1)
+
+
+def encode(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": HI, **fields}).encode()
+
+
+async def until(condition: Any) -> None:
+    """Let the event loop turn until a condition holds that nothing signals."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def _completion_text(stream: Any) -> str:
+    return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
