@@ -155,6 +155,12 @@ class AdmissionPolicy(Protocol):
     def held_tokens(self, lease_id: int) -> int:
         """What taking this lease back would free."""
 
+    def learned(self) -> str:
+        """What was learned, as text to keep across restarts; empty where there is nothing."""
+
+    def recall(self, text: str) -> None:
+        """Take over what was learned before. Raises ValueError where it makes no sense."""
+
     def report(self) -> Mapping[str, float]:
         """Numbers for status and metrics: predicted peak, limit, and what else the policy goes by."""
 

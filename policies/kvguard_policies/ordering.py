@@ -113,7 +113,7 @@ class FairOrder:
         return passers
 
     def ahead_tokens(self, ticket: Ticket) -> int:
-        """A fluid estimate: a key is ahead by as much as its counter must rise to reach this ticket's turn."""
+        """A fluid estimate: a key is ahead by as much as its counter must rise to reach our turn."""
         ahead = sum(front.tokens for front in self._fronts if front.id < ticket.id)
         if ticket.front:
             return ahead

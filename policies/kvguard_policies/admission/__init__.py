@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvguard.ports import AdmissionPolicy
+from kvguard_policies.admission.adaptive import Adaptive
 from kvguard_policies.admission.fixed import Fixed
 from kvguard_policies.admission.reserve import Reserve
 from kvguard_policies.admission.unlimited import Unlimited
 
 _PLAIN: Mapping[str, Callable[[], AdmissionPolicy]] = {
+    "adaptive": Adaptive,
     "reserve": Reserve,
     "unlimited": Unlimited,
 }
@@ -27,4 +29,4 @@ def make_policy(spec: str) -> AdmissionPolicy:
     )
 
 
-__all__ = ["Fixed", "Reserve", "Unlimited", "make_policy"]
+__all__ = ["Adaptive", "Fixed", "Reserve", "Unlimited", "make_policy"]

@@ -113,6 +113,12 @@ class Ledger:
             "sequences": self.sequences,
         }
 
+    def learned(self) -> str:
+        return ""
+
+    def recall(self, text: str) -> None:
+        """Nothing is learned, so nothing is recalled."""
+
     # ------------------------------------------------------------ what came of it
 
     def resize(self, capacity: Capacity) -> None:
