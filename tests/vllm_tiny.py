@@ -1,4 +1,4 @@
-"""Run real vLLM on tiny models with random weights, and print what it allocated. Runs in vLLM's own environment.
+"""Run real vLLM on tiny random models and print what it allocated. Runs in vLLM's own environment.
 
     python tests/vllm_tiny.py FAMILY FOLDER POOL_BYTES
 

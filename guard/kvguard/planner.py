@@ -20,8 +20,8 @@ __all__ = [
     "choose",
     "default_headroom",
     "judge",
-    "max_batch",
-    "max_ctx",
+    "max_batch_of",
+    "max_ctx_of",
     "predict",
     "usable_bytes",
 ]
@@ -32,6 +32,8 @@ GOOD_CTX = 8192  # a context below this is given up only after batch and micro-b
 PREFILL_TOKENS: dict[EngineName, int] = {"llama.cpp": 512, "vllm": 2048}
 LEAST_PREFILL_TOKENS = 64
 HOST_CACHE_MAX_BYTES = 2 * GIB
+MOST_CTX = 1 << 20  # where a model does not tell its training context
+MOST_BATCH = 1024
 STEP = 256  # llama.cpp rounds contexts to this
 
 Prefer = Literal["balanced", "quality", "ctx", "batch"]
@@ -141,18 +143,46 @@ def choose(
     return fitting[0]
 
 
-def max_ctx(fits: Callable[[int], bool], *, most: int, step: int = STEP) -> int:
-    """The largest context, in steps, that `fits`; 0 where none does. `fits` must be monotone."""
-    return step * _largest(lambda n: fits(n * step), most // step)
+def max_ctx_of(
+    meta: ModelMeta, usable: int, batch: int, limits: Limits | None = None, *, gpu: bool = False
+) -> int:
+    """The largest context that `batch` sequences may all fill at once; 0 where none fits."""
+    limits = limits or Limits()
+    most = meta.n_ctx_train or MOST_CTX
+
+    def fits(ctx: int) -> bool:
+        return _full(meta, batch, ctx, limits, gpu) <= usable
+
+    steps = STEP * _largest(lambda n: fits(n * STEP), most // STEP)
+    # a training context that is no whole number of steps is still reached
+    return most if most % STEP and steps == most - most % STEP and fits(most) else steps
 
 
-def max_batch(fits: Callable[[int], bool], *, most: int = 4096) -> int:
-    """The largest batch that `fits`; 0 where not even one sequence does."""
-    return _largest(fits, most)
+def max_batch_of(
+    meta: ModelMeta, usable: int, ctx_tokens: int, limits: Limits | None = None, *, gpu: bool = False
+) -> int:
+    """The most sequences that may all fill `ctx_tokens` at once; 0 where not even one may."""
+    limits = limits or Limits()
+    return _largest(lambda n: _full(meta, n, ctx_tokens, limits, gpu) <= usable, MOST_BATCH)
+
+
+def _full(meta: ModelMeta, batch: int, ctx_tokens: int, limits: Limits, gpu: bool) -> int:
+    """Bytes on the card when every sequence has a context of its own."""
+    knobs = Knobs(
+        batch=batch,
+        ctx_tokens=ctx_tokens,
+        pool_tokens=ctx_tokens * batch,
+        pool_kind=limits.pool_kind,
+        quant=meta.variant(),
+        kv_type=limits.kv_type,
+        gpu_layers=-1 if limits.gpu_layers is None else limits.gpu_layers,
+        prefill_tokens=limits.prefill_tokens or PREFILL_TOKENS[engine_of(meta)],
+    )
+    return predict(meta, knobs, gpu=gpu).total_bytes
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Bisect for the largest n in 1..most; 0 where none fits."""
+    """Bisect for the largest n in 1..most; 0 where none fits. `fits` must be monotone."""
     low, high = 0, max(most, 0)
     while low < high:
         middle = (low + high + 1) // 2

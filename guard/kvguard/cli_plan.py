@@ -1,0 +1,203 @@
+"""`kvguard plan`: what fits on a card and why, from the model's own metadata. Needs no engine.
+
+Exit codes: 0 it fits, 1 it does not, 2 usage or a model that cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+from kvguard.domain import CardReading, PoolKind
+from kvguard.geometry import GeometryError
+from kvguard.matrix import CardRow, Measured
+from kvguard.model import ModelError, ModelMeta
+from kvguard.plan_report import card_report, matrix_report, parameters_report, plan_report
+from kvguard.plan_view import show_card, show_matrix, show_parameters, show_plan
+from kvguard.planner import Limits, Prefer
+from kvguard.settings import parse_size
+from kvguard.sketch import parse_parameters, sketch
+
+EXIT_NO = 1
+EXIT_USAGE = 2
+USUAL_CARDS = ("8GiB", "12GiB", "16GiB", "24GiB", "32GiB", "48GiB", "80GiB")
+PREFER: dict[str, Prefer] = {
+    "balanced": "balanced",
+    "quality": "quality",
+    "context": "ctx",
+    "throughput": "batch",
+}
+
+measured_cells: Callable[[Sequence[ModelMeta]], Sequence[Measured]] = lambda models: ()  # noqa: E731
+"""What the journal has measured of these models; the composition root replaces it."""
+
+
+class UsageError(ValueError):
+    """Options that make no sense together. The message is for a person."""
+
+
+def plan(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="GGUF files, checkpoint directories, or a directory of variants."),
+    ] = None,
+    card: Annotated[
+        list[str] | None,
+        typer.Option(help="Memory of a card, e.g. 24GiB, or `here` (repeatable)."),
+    ] = None,
+    host: Annotated[
+        bool, typer.Option("--host", help="The card is host memory or a cgroup, not a GPU.")
+    ] = False,
+    headroom: Annotated[
+        str | None,
+        typer.Option(help="Never handed out. Default: max(1 GiB, 10 %) of a GPU, 10 % of host memory."),
+    ] = None,
+    ctx: Annotated[
+        int | None, typer.Option(help="Tokens of one sequence; nothing smaller is tried.", min=1)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences at once; nothing smaller is tried.", min=1)
+    ] = None,
+    kv_type: Annotated[str, typer.Option(help="KV cache type: f16, q8_0, q4_0, fp8, ...")] = "f16",
+    kv_pool: Annotated[str, typer.Option(help="unified or split.")] = "unified",
+    gpu_layers: Annotated[int | None, typer.Option(help="Layers on the GPU; -1: all.", min=-1)] = None,
+    prefill: Annotated[int | None, typer.Option(help="Tokens of one prefill pass.", min=1)] = None,
+    min_ctx: Annotated[int, typer.Option(help="Never a context under this.", min=1)] = 2048,
+    prefer: Annotated[str, typer.Option(help="balanced, context, throughput or quality.")] = "balanced",
+    mmproj: Annotated[Path | None, typer.Option(help="Multimodal projector (GGUF).")] = None,
+    params: Annotated[str | None, typer.Option(help="No file yet: number of parameters, e.g. 27B.")] = None,
+    bits: Annotated[float, typer.Option(help="With --params: bits of a weight.", min=1, max=32)] = 16,
+    layers: Annotated[int, typer.Option(help="With --params: layers.", min=0)] = 0,
+    kv_heads: Annotated[int, typer.Option(help="With --params: KV heads.", min=0)] = 0,
+    head_dim: Annotated[int, typer.Option(help="With --params: dimension of a head.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what fits on a card, what does not and why, before anything is downloaded or loaded.
+
+    Examples:
+
+      kvguard plan model-Q4_K_M.gguf --card 24GiB
+
+      kvguard plan models/ --card 16GiB --card 24GiB
+
+      kvguard plan --params 27B --bits 4 --layers 60 --kv-heads 8 --head-dim 128 --card 24GiB
+    """
+    out = Console(highlight=False)
+    try:
+        limits = Limits(
+            ctx_tokens=ctx,
+            batch=batch,
+            min_ctx=min_ctx,
+            kv_type=kv_type,
+            pool_kind=_choice("--kv-pool", kv_pool, {kind.value: kind for kind in PoolKind}),
+            gpu_layers=gpu_layers,
+            prefill_tokens=prefill,
+            exact=ctx is not None or batch is not None,
+        )
+        chosen = _choice("--prefer", prefer, PREFER)
+        metas = [meta for model in models or () for meta in read_models(model)]
+        if params is not None:
+            if metas:
+                raise UsageError("give a model or --params, not both")
+            meta = sketch(parse_parameters(params), bits, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+            rows = [_row(text, headroom, host) for text in card or ()]
+            contexts = (ctx,) if ctx else (8192, 32_768)
+            report = parameters_report(meta, contexts, rows[0] if rows else None)
+            _print(out, report, show_parameters, as_json)
+            raise typer.Exit(0 if report.get("fits", True) else EXIT_NO)
+        if not metas:
+            if not card:
+                raise UsageError("give a model, --card or --params")
+            for text in card:
+                _print(out, card_report(_row(text, headroom, host)), show_card, as_json)
+            raise typer.Exit(0)
+        if len(metas) > 1 or (card and len(card) > 1):
+            texts = card or (("here",) if len(metas) == 1 else USUAL_CARDS)
+            rows = [_row(text, headroom, host) for text in texts]
+            report = matrix_report(metas, rows, limits, chosen, measured_cells(metas))
+            _print(out, report, show_matrix, as_json)
+            raise typer.Exit(0 if any(row["choice"] for row in report["rows"]) else EXIT_NO)
+        row = _row(card[0] if card else "here", headroom, host)
+        report = plan_report(metas[0], row, limits, chosen, _projector_bytes(mmproj))
+        _print(out, report, show_plan, as_json)
+        raise typer.Exit(0 if report["fits"] else EXIT_NO)
+    except (ModelError, GeometryError, UsageError) as exc:
+        Console(stderr=True).print(f"[bold red]error:[/] {exc}", highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def _print(
+    out: Console, report: dict[str, Any], show: Callable[[Console, dict[str, Any]], None], as_json: bool
+) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        show(out, report)
+
+
+def _choice(option: str, value: str, choices: dict[str, Any]) -> Any:
+    if value not in choices:
+        raise UsageError(f"{option} is one of {', '.join(choices)}, not {value!r}")
+    return choices[value]
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return int(str(parse_size(text)))
+    except ValueError as exc:
+        raise UsageError(f"{option}: {exc}") from exc
+
+
+def _row(text: str, headroom: str | None, host: bool) -> CardRow:
+    """A card of a stated size is a GPU that nobody uses, unless `--host`; `here` is this machine's."""
+    if text == "here":
+        label, reading, gpu = card_here(host)
+    else:
+        label, reading, gpu = text, _size("--card", text), not host
+    total = reading if isinstance(reading, int) else reading.total_bytes
+    if headroom is None:
+        return CardRow(label=label, card=reading, gpu=gpu)
+    if headroom.endswith("%"):
+        share = headroom.removesuffix("%").strip()
+        if not share.replace(".", "", 1).isdigit() or not 0 <= float(share) < 100:
+            raise UsageError(f"--headroom {headroom!r} is no share from 0% to below 100%")
+        return CardRow(label=label, card=reading, gpu=gpu, headroom_bytes=int(total * float(share) / 100))
+    return CardRow(label=label, card=reading, gpu=gpu, headroom_bytes=_size("--headroom", headroom))
+
+
+def card_here(host: bool) -> tuple[str, CardReading, bool]:
+    """This machine's memory as (label, reading, is a GPU)."""
+    memory = psutil.virtual_memory()
+    used = memory.total - memory.available
+    return "host memory", CardReading(at_s=time.time(), total_bytes=memory.total, used_bytes=used), False
+
+
+def read_models(path: str) -> list[ModelMeta]:
+    """Read a GGUF file, a checkpoint directory, or a directory of GGUF variants. Raises: ModelError."""
+    from kvguard_adapters.models.gguf import read_gguf, read_variants
+    from kvguard_adapters.models.huggingface import read_checkpoint
+
+    place = Path(path)
+    if not place.exists():
+        raise ModelError(f"{path}: no such file or directory")
+    if place.is_file():
+        return [read_gguf(place)]
+    return [read_checkpoint(place)] if (place / "config.json").is_file() else read_variants(place)
+
+
+def _projector_bytes(mmproj: Path | None) -> int:
+    from kvguard_adapters.models.gguf import projector_bytes
+
+    return projector_bytes(mmproj) if mmproj else 0
+
+
+if __name__ == "__main__":
+    typer.run(plan)
