@@ -98,6 +98,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str | None] = {}
     why: WhyRecord | None = None
     failure: FailureRecord | None = None
+    asked: str = ""  # what the user had fixed, so that a start without it chooses anew
     notes: tuple[str, ...] = ()
 
     @property

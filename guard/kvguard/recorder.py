@@ -36,6 +36,7 @@ class Recorder:
         events: Events,
         headroom_bytes: int,
         libraries: dict[str, str | None],
+        asked: str = "",
     ) -> None:
         self._journal = journal
         self._fingerprint = fingerprint
@@ -43,6 +44,7 @@ class Recorder:
         self._events = events
         self._headroom_bytes = headroom_bytes
         self._libraries = libraries
+        self._asked = asked
 
     def worked(
         self,
@@ -119,14 +121,15 @@ class Recorder:
     def refuted(self, others_bytes: int) -> list[Knobs]:
         return self._journal.refuted(self._fingerprint, others_bytes)
 
-    def by_id(self, record_id: str) -> Record | None:
-        return next((r for r in self._journal.records() if r.id == record_id), None)
+    def find(self, record_id: str) -> Record | None:
+        return self._journal.find(record_id)
+
+    def records(self) -> list[Record]:
+        return self._journal.records()
 
     def _consecutive(self, knobs: Knobs) -> int:
-        for record in reversed(self._journal.records()):
-            if record.knobs == knobs and not self._fingerprint.changes_from(record):
-                return record.consecutive if record.worked else 0
-        return 0
+        latest = self._journal.latest(self._fingerprint, knobs)
+        return latest.consecutive if latest is not None and latest.worked else 0
 
     def _record(
         self,
@@ -149,6 +152,7 @@ class Recorder:
             others_bytes=life.others_bytes,
             headroom_bytes=self._headroom_bytes,
             libraries=self._libraries,
+            asked=self._asked,
             **fields,  # type: ignore[arg-type]
         )
 
