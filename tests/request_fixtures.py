@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import openai
 import uvicorn
-from fakes import CAPACITY, EngineChild, FakeClient, FakeSupervision, ready
 
+from fakes import CAPACITY, EngineChild, FakeClient, FakeSupervision, ready
 from kvguard.api.admin import AdminParts, make_admin
 from kvguard.api.auth import Keys
 from kvguard.api.openai import GuardApp, GuardSettings
 from kvguard.demand import Dialect
-from kvguard.domain import Capacity, Endpoint, Snapshot, State
+from kvguard.domain import Capacity, Endpoint, Refusal, Snapshot, State
 from kvguard.events import Events
 from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
@@ -44,6 +44,8 @@ class Stack:
             self.limiter.resize(snapshot.generation, snapshot.capacity)
         else:
             self.limiter.pause()
+        if snapshot.state is State.FAILED:
+            self.limiter.refuse_all(Refusal(code="backend_failed", message=snapshot.detail))
         self.supervision.set(snapshot)
 
     def die(self, generation: int, *, memory: bool = True) -> bool:

@@ -74,6 +74,15 @@ def check(path: str, body: Mapping[str, Any], dialect: Dialect) -> None:
         raise CannotContinue("vLLM applies penalties to generated tokens only")
 
 
+def may_continue(path: str, body: bytes, dialect: Dialect) -> bool:
+    """Whether a stream of this request could be continued as far as the request is concerned."""
+    try:
+        check(path, msgspec.json.decode(body), dialect)
+    except CannotContinue:
+        return False
+    return True
+
+
 def read_sent(path: str, transcript: Iterable[bytes]) -> Sent:
     """Read what was sent. Raises CannotContinue for a part that no prompt can carry."""
     head: Json = {}
@@ -98,6 +107,7 @@ def plan(
     path: str, body: Json, sent: Sent, *, produced: int, max_new_tokens: int | None, dialect: Dialect
 ) -> Plan:
     """Make the request that goes on. `produced` are the tokens in `sent`. Raises CannotContinue."""
+    check(path, body, dialect)
     _check_stop(body, sent.text)
     changed = _shorter(body, produced, max_new_tokens)
     repeats = ""

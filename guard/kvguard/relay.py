@@ -60,7 +60,7 @@ class Broken:
 
     held        what it said instead
     clean       it closed the stream properly, though without a finish reason
-    never_sent  the request was not sent at all
+    never_sent  the engine has seen nothing of the request
     """
 
     reason: str
@@ -139,7 +139,7 @@ async def forward(
     try:
         response = await upstream.open(endpoint, call.method, call.target, call.headers, call.body)
     except UpstreamBroken as exc:
-        return Broken(reason=str(exc))
+        return Broken(reason=str(exc), never_sent=not exc.reached)
     try:
         if response.content_type == "text/event-stream" and response.status < 400:
             return await _stream(response, reply, progress, rewrite)

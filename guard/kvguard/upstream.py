@@ -22,7 +22,11 @@ _NO_HEADERS_OF_ITS_OWN = ("Accept", "Accept-Encoding", "User-Agent", "Content-Ty
 
 
 class UpstreamBroken(Exception):
-    """The engine closed the connection, or could not be reached."""
+    """The engine closed the connection, or, where `reached` is False, took none."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.reached = not isinstance(cause, aiohttp.ClientConnectorError)
 
 
 class Upstream:
@@ -47,13 +51,16 @@ class Upstream:
             return await _send(self._pooled, endpoint, method, target, headers, body)
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
             if isinstance(exc, aiohttp.ClientConnectorError) or isinstance(body, AsyncIterator):
-                raise UpstreamBroken(str(exc)) from exc
+                raise UpstreamBroken(exc) from exc
+            first = exc
         except (aiohttp.ClientError, TimeoutError) as exc:
-            raise UpstreamBroken(str(exc)) from exc
+            raise UpstreamBroken(exc) from exc
         try:
             return await _send(self._fresh, endpoint, method, target, headers, body)
+        except aiohttp.ClientConnectorError as exc:  # dead now, but it had taken the first try
+            raise UpstreamBroken(first) from exc
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise UpstreamBroken(str(exc)) from exc
+            raise UpstreamBroken(exc) from exc
 
     async def close(self) -> None:
         for session in (self._pooled, self._fresh):

@@ -30,7 +30,9 @@ from kvguard.api.errors import ErrorReply
 from kvguard.demand import ROUTES, DemandError, Dialect, Route, check_n, draft
 from kvguard.domain import MIB, State
 from kvguard.drain import Drain
-from kvguard.inflight import Flight, Inflight, InflightParts, backend_failed
+from kvguard.entry import backend_failed
+from kvguard.flight import Flight
+from kvguard.inflight import Inflight, InflightParts
 from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
 from kvguard.ports import Engine, Supervision
