@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MIB = 1 << 20
-_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|DSV4 \w+ state|output|compute) buffer size\s*=\s*([\d.]+) MiB")
 _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*\d+/\s*\d+ seqs\), K")
 _READY = ("server is listening", "model loaded")
 
@@ -41,6 +41,7 @@ class Observed:
     output_bytes: float = 0.0
     caches: int = 0
     buffers: int = 0
+    states: int = 0
     rss_bytes: int = 0
 
     @property
@@ -59,8 +60,9 @@ def observed(lines: Sequence[str]) -> Observed:
         elif buffer and buffer[2] == "model":
             seen.weights_bytes += float(buffer[3]) * MIB
             seen.buffers += 1
-        elif buffer and buffer[2] == "RS":
+        elif buffer and buffer[2].endswith(("RS", "state")):
             seen.state_bytes += float(buffer[3]) * MIB
+            seen.states += 1
         elif buffer and buffer[2] == "compute":
             seen.compute_bytes = float(buffer[3]) * MIB
         elif buffer and buffer[2] == "output":

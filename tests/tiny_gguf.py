@@ -1,10 +1,12 @@
 """Tiny random GGUF models that real llama.cpp loads: a Llama to chat with, and one of each architecture.
 
-`write_tiny_llama` has a working byte-level tokenizer and a chat template.
+`write_tiny_llama` has a working byte-level tokenizer and a chat template. `write_tiny(path, architecture)`
+takes what it writes from data/tiny_archs.json, which make_tiny_archs.py found by asking llama.cpp.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +25,8 @@ MULTIPLIED = re.compile(
     r"(token_embd|output|attn_(q|k|v|qkv|output|[qk]v?_[ab]\w*)|ffn_\w*(gate|up|down)\w*)\.weight$"
 )
 MERGES = ("t h", "th e", "i n", "a n", "e r", "o n", "r e", "a t", "e n", "o r", "Ġ the", "in g", "an d")
+ARCHS_FILE = Path(__file__).parent / "data" / "tiny_archs.json"
+VOCAB = 320
 
 
 def byte_tokens() -> list[str]:
@@ -65,6 +69,9 @@ def add_tensor(
     writer: GGUFWriter, rng: np.random.Generator, name: str, shape: tuple[int, ...], kind: str
 ) -> None:
     """Only what is multiplied by is quantised: llama.cpp wants norms, biases and state parameters in F32."""
+    if name.endswith("tid2eid.weight"):  # a table of token ids, not of weights
+        writer.add_tensor(name, np.zeros(shape[::-1], dtype=np.int32))
+        return
     block = {"F32": 1, "F16": 1, "BF16": 1}.get(kind, 32 if "_K" not in kind else 256)
     multiplied = MULTIPLIED.search(name) is not None and len(shape) > 1 and shape[0] % block == 0
     kind = kind if multiplied else "F32"
@@ -178,4 +185,33 @@ def write_tiny_llama(
         name=name,
         endian=endian,
         split_max_tensors=split_max_tensors,
+    )
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """Hyperparameters and tensors of every architecture that `write_tiny` can write."""
+    found: dict[str, dict[str, Any]] = json.loads(ARCHS_FILE.read_text())
+    return found
+
+
+def tensors_of(spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Spell out `blk.*.` (every layer) and `blk.0,2.` (these layers)."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for pattern, shape in spec["tensors"].items():
+        layered = re.match(r"blk\.([*\d,]+)\.(.+)$", pattern)
+        if layered is None:
+            tensors[pattern] = tuple(shape)
+            continue
+        every = range(spec["hparams"]["block_count"])
+        layers = every if layered[1] == "*" else [int(n) for n in layered[1].split(",")]
+        tensors |= {f"blk.{i}.{layered[2]}": tuple(shape) for i in layers}
+    return tensors
+
+
+def write_tiny(path: str | Path, architecture: str, *, kind: str = "F16", **hparams: Any) -> Path:
+    """Write a tiny model of an architecture; `hparams` replace single ones, `__` for `.` in their keys."""
+    spec = architectures()[architecture]
+    changed = {key.replace("__", "."): value for key, value in hparams.items()}
+    return write(
+        Path(path), architecture, {**spec["hparams"], **changed}, tensors_of(spec), vocab=VOCAB, kind=kind
     )

@@ -158,6 +158,7 @@ def _size(option: str, text: str) -> int:
 
 def _row(text: str, headroom: str | None, host: bool) -> CardRow:
     """A card of a stated size is a GPU that nobody uses, unless `--host`; `here` is this machine's."""
+    reading: CardReading | int
     if text == "here":
         label, reading, gpu = card_here(host)
     else:

@@ -288,6 +288,8 @@ def _check_data(cursor: _Cursor, metadata: dict[str, Any], infos: list[tuple[Ten
         missing = data_start + offset + tensor.size_bytes - cursor.end
         if missing > 0:
             raise cursor.fail(f"tensor {tensor.name[:80]!r} ends {missing} bytes after the file: truncated")
+    if sum(tensor.size_bytes for tensor, _ in infos) > max(cursor.end - data_start, 0):
+        raise cursor.fail("the tensors overlap")
 
 
 # ---------------------------------------------------------------- from headers to a model
