@@ -1,1 +1,51 @@
 """Inference engines behind the `Backend` protocol."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Literal
+
+from kvguard.ports import Backend, BackendError
+from kvguard_adapters.backends import embedded
+from kvguard_adapters.backends.embedded import Embedded
+from kvguard_adapters.backends.llama_server import LlamaServer, find_llama_server
+from kvguard_adapters.backends.options import Options
+
+Kind = Literal["auto", "llama-server", "embedded", "llama-cpp-python", "vllm", "attach"]
+
+__all__ = ["Kind", "Options", "find_backend"]
+
+
+def find_backend(
+    kind: Kind = "auto",
+    options: Options | None = None,
+    *,
+    llama_server: str = "",
+    llama_cpp_python: str = "",
+    vllm_python: str = "",
+    attach: str = "",
+) -> Backend:
+    """Find the engine to run. Blocking: it asks engines for their version and flags.
+
+    auto takes llama-server from PATH (or the one named), else the embedded one. Raises BackendError with the
+    remedy when there is none.
+    """
+    options = options or Options()
+    match kind:
+        case "llama-server":
+            return LlamaServer(find_llama_server(llama_server), options)
+        case "embedded":
+            return Embedded(options)
+        case _:
+            return _default(options, llama_server)
+
+
+def _default(options: Options, llama_server: str) -> Backend:
+    if llama_server or shutil.which("llama-server"):
+        return LlamaServer(find_llama_server(llama_server), options)
+    if embedded.is_installed():
+        return Embedded(options)
+    raise BackendError(
+        "no engine found: put llama-server on PATH (or name it with --llama-server PATH), "
+        "or pip install 'kvguard[embedded]'"
+    )
