@@ -85,6 +85,8 @@ class Backend(Protocol):
 
     name: str
     capabilities: Capabilities
+    pinned: frozenset[str]
+    """Fields of Knobs that the user's own engine arguments set: nobody changes them, no rung goes below."""
 
     def version(self) -> str:
         """Version of the installed engine; may run it once. Raises BackendError with the remedy."""
@@ -100,6 +102,12 @@ class Backend(Protocol):
 
     def measured(self, log_lines: Sequence[str]) -> Accounts | None:
         """The accounts that the engine printed at start-up; None if it printed none."""
+
+    def log_filter(self) -> Callable[[str], str | None]:
+        """A filter for one life's output: what of a line a log may show, None for nothing.
+
+        Engines quote prompts, keys and bodies, so a line that the filter does not know is never shown.
+        """
 
     def next_steps(self, knobs: Knobs, rung: Rung) -> Sequence[Knobs]:
         """Smaller configurations that differ from `knobs` in this rung alone, nearest first."""
