@@ -53,7 +53,7 @@ async def main() -> None:
     server = uvicorn.Server(config)
     background = asyncio.create_task(hot.run(), name="request-path")
     serving = asyncio.create_task(server.serve(), name="server")
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 uvicorn has no event for it
         await asyncio.sleep(0.01)
     print(server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,13 @@ async def raw_post(stack: Stack, path: str, body: bytes, **headers: str) -> tupl
         session.post(stack.url + path, data=body, headers=headers) as response,
     ):
         return response.status, response.headers, await response.read()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn until a condition holds that nothing signals."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 there is no event to wait for
+            await asyncio.sleep(0.005)
 
 
 class _Server(uvicorn.Server):

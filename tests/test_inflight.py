@@ -11,7 +11,7 @@ import pytest
 
 from fakes import EngineChild, FakeClient, ready
 from kvguard.domain import Capacity, State
-from request_fixtures import Stack, fake_stack, raw_post, reborn
+from request_fixtures import Stack, fake_stack, raw_post, reborn, until
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -78,9 +78,9 @@ class TestReplay:
             assert caught.value.response.headers["x-should-retry"] == "false"
 
     async def test_a_backend_that_does_not_come_back_in_time_is_a_503(self) -> None:
-        async with fake_stack(wait_s=0.2) as (stack, child):
+        async with fake_stack(wait_s=0.2) as (stack, _):
             stack.supervision.alive = False
-            with pytest.raises(openai.InternalServerError, match="did not recover within 0.2 s") as caught:
+            with pytest.raises(openai.InternalServerError, match=r"did not recover within 0\.2 s") as caught:
                 await ask(stack, fake={"crash_after": 1})
             assert caught.value.code == "backend_restarted"
 
@@ -262,13 +262,6 @@ async def next_life(stack: Stack, child: EngineChild) -> tuple[EngineChild, bool
 
 def encode(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": HI, **fields}).encode()
-
-
-async def until(condition: Any) -> None:
-    """Let the event loop turn until a condition holds that nothing signals."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def _completion_text(stream: Any) -> str:

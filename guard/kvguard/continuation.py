@@ -125,7 +125,7 @@ def plan(
 
 def length_end(path: str, body: Mapping[str, Any], sent: Sent, *, produced: int, prompt_tokens: int) -> bytes:
     """The last events of an answer that had reached its limit when the engine died."""
-    head = {name: sent.head[name] for name in ("id", "object", "created", "model") if name in sent.head}
+    head: Json = {name: sent.head[name] for name in ("id", "object", "created", "model") if name in sent.head}
     empty: Json = {"delta": {}} if path in _CHAT_PATHS else {"text": ""}
     events: list[Json] = [{**head, "choices": [{"index": 0, **empty, "finish_reason": "length"}]}]
     if (body.get("stream_options") or {}).get("include_usage"):

@@ -33,7 +33,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A route that makes the engine work: `name` is its class in statistics, `shape` says where its text is."""
+    """A route that makes the engine work. `name`: its class in statistics; `shape`: where its text is."""
 
     name: str
     shape: Shape
