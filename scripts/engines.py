@@ -230,6 +230,21 @@ def download_llama_source(work: Workshop) -> Path:
     return source
 
 
+# --- llama-cpp-python -----------------------------------------------------------------------------
+
+
+def build_llama_cpp_python(work: Workshop) -> None:
+    """Make a venv with llama-cpp-python and its server, compiled for this CPU."""
+    venv = PYTHON_SERVER.folder
+    work.run(f"making the venv of {venv}", sys.executable, "-m", "venv", "--prompt", venv, work.product)
+    python = work.product / "bin" / "python"
+    package = f"llama-cpp-python[server]=={LLAMA_CPP_PYTHON}"
+    source = ("--no-binary", "llama-cpp-python")
+    work.pip("compiling llama-cpp-python (4 min on 2 cores)", python, "install", *source, package)
+    work.run("checking llama-cpp-python", python, "-m", "llama_cpp.server", "--help")
+    repoint_scripts(work.product, work.cache / venv)
+
+
 # --- quants ---------------------------------------------------------------------------------------
 
 
@@ -376,6 +391,14 @@ LLAMA = Engine(
     outputs=(*(f"bin/{target}" for target in LLAMA_TARGETS), "server-tests"),
     build=build_llama_cpp,
 )
+PYTHON_SERVER = Engine(
+    name="llama-cpp-python",
+    folder=f"llama-cpp-python-{LLAMA_CPP_PYTHON}",
+    about="a venv with llama-cpp-python[server], built from source (needs a C++ compiler)",
+    recipe="\n".join((LLAMA_CPP_PYTHON, cpu_features())),
+    outputs=("bin/python",),
+    build=build_llama_cpp_python,
+)
 QUANTS = Engine(
     name="quants",
     folder="models",
@@ -393,8 +416,9 @@ VLLM = Engine(
     outputs=("bin/python",),
     build=build_vllm,
 )
-ENGINES = {engine.name: engine for engine in (LLAMA, QUANTS, VLLM)}
+ENGINES = {engine.name: engine for engine in (LLAMA, PYTHON_SERVER, QUANTS, VLLM)}
 PATHS = {target: (LLAMA, f"bin/{target}") for target in LLAMA_TARGETS} | {
+    "llama-cpp-python": (PYTHON_SERVER, "bin/python"),
     "vllm-python": (VLLM, "bin/python"),
     "models": (QUANTS, "."),
 }

@@ -33,7 +33,7 @@ class EngineHttp:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, kind: Any = Any, *, timeout_s: float) -> Any:
-        """Decode the answer as `kind`, a type that msgspec knows. Raises ProtocolError where it is not one."""
+        """Decode the answer as `kind`, a type that msgspec knows. Raises ProtocolError if it is none."""
         return _decode(path, await self._send("GET", path, None, timeout_s), kind)
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
@@ -51,7 +51,7 @@ class EngineHttp:
         try:
             try:
                 return await self._send_once(method, path, body, timeout_s)
-            except aiohttp.ServerDisconnectedError:  # a kept connection that the engine was just closing
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):  # a kept one was closing
                 return await self._send_once(method, path, body, timeout_s)
         except (TimeoutError, aiohttp.ClientError, OSError) as exc:
             raise NotReady(f"{path}: {type(exc).__name__}") from exc
