@@ -219,7 +219,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         header(
             tensors=2,
             pairs=1,
-            body=ARCHITECTURE + tensor_entry(b"t", (16,)) + tensor_entry(b"u", (16,)) + bytes(64),
+            body=ARCHITECTURE + tensor_entry(b"t", (16,)) + tensor_entry(b"u", (16,)) + bytes(96),
         ),
         "overlap",
     ),
