@@ -2,8 +2,8 @@
 
     python bench/diagnosis.py --cases tests/data/failures.jsonl
 
-A line of the file is a JSON object: `log`, `exit`, `stage`, `cause`, and optionally `ctx` (structured signals)
-and `also` (other causes that count as right). `[... N lines ...]` in a log stands for that much filler.
+A line of the file is a JSON object: `log`, `exit`, `stage`, `cause`, and optionally `ctx` (structured
+signals) and `also` (other causes that count as right). `[... N lines ...]` in a log is that much filler.
 """
 
 from __future__ import annotations

@@ -27,33 +27,62 @@ class Route:
 _B, _C, _Q, _G = Rung.BATCH, Rung.CTX, Rung.QUANT, Rung.GPU_LAYERS
 
 ADVICE: dict[Cause, str] = {
-    Cause.WEIGHTS_DONT_FIT: "The weights alone are larger than the memory: take a smaller quantisation, fewer layers on the "
-    "card, or a larger card. A smaller batch or context does not help.",
-    Cause.KV_DONT_FIT: "The weights fit, the KV cache beside them does not: lower the context or the number of parallel "
-    "sequences, use a smaller KV type, or take a smaller quantisation.",
-    Cause.ACTIVATION_PEAK: "Weights and KV cache fit, the working memory of a forward pass does not: lower the micro-batch "
-    "(-ub, --max-num-batched-tokens) or the parallel sequences, or leave more headroom.",
-    Cause.HOST_RAM_OOM_KILLED: "Host memory (RAM, the cgroup's limit, or /dev/shm) ran out, not the card's: raise the limit "
-    "(memory.max, docker --memory, --shm-size), lower host caches (--cache-ram), or load a smaller file.",
-    Cause.SHARED_MEMORY_SPILL: "The card is full and the driver uses host memory in its place, which is many times slower: "
-    "lower batch or context, take a smaller quantisation, or forbid the driver's fallback.",
-    Cause.MEMORY_HELD_BY_OTHERS: "Another process holds the memory: end it (nvidia-smi lists it) or wait, then start "
-    "again with the same configuration. Making this one smaller would not cure the reason.",
-    Cause.QUANT_FORMAT_MISMATCH: "The loader cannot read this quantisation, or this card cannot compute it: take a variant "
-    "that the engine supports, or another engine. More memory or a bigger card does not cure a format fault.",
-    Cause.DEPENDENCY_VERSION_MISMATCH: "Engine, library, driver or CPU do not go together, or the model is newer than the "
-    "engine: change the version the error names, in an environment of its own.",
-    Cause.CORRUPT_MODEL: "A file of the model is damaged or incomplete: compare size and checksum with the source and "
-    "download it again.",
-    Cause.MISSING_FILE: "A file is not where the configuration says, or may not be read: check the path, the parts of a "
-    "split model, permissions, and access to the model repository.",
-    Cause.PORT_IN_USE: "Another process listens on this port: end it, or choose another port.",
-    Cause.DRIVER_ERROR: "The device or its driver failed; this is not a lack of memory: look for Xid or reset messages in "
-    "dmesg, restart the driver or the machine, and update the driver if it comes back.",
-    Cause.REQUEST_TOO_LONG: "One request is longer than the context that is served: shorten it, or serve a larger "
-    "context. The engine is healthy.",
-    Cause.BENIGN: "Nothing to do: what the log shows was overcome, or was asked for.",
-    Cause.UNKNOWN: "No cause was found: keep the log, raise the engine's verbosity, and look at the first error in it.",
+    Cause.WEIGHTS_DONT_FIT: (
+        "The weights alone are larger than the memory: take a smaller quantisation, fewer layers on "
+        "the card, or a larger card. A smaller batch or context does not help."
+    ),
+    Cause.KV_DONT_FIT: (
+        "The weights fit, the KV cache beside them does not: lower the context or the number of "
+        "parallel sequences, use a smaller KV type, or take a smaller quantisation."
+    ),
+    Cause.ACTIVATION_PEAK: (
+        "Weights and KV cache fit, the working memory of a forward pass does not: lower the micro-"
+        "batch (-ub, --max-num-batched-tokens) or the parallel sequences, or leave more headroom."
+    ),
+    Cause.HOST_RAM_OOM_KILLED: (
+        "Host memory (RAM, the cgroup's limit, or /dev/shm) ran out, not the card's: raise the limit "
+        "(memory.max, docker --memory, --shm-size), lower host caches (--cache-ram), or load a "
+        "smaller file."
+    ),
+    Cause.SHARED_MEMORY_SPILL: (
+        "The card is full and the driver uses host memory in its place, which is many times slower: "
+        "lower batch or context, take a smaller quantisation, or forbid the driver's fallback."
+    ),
+    Cause.MEMORY_HELD_BY_OTHERS: (
+        "Another process holds the memory: end it (nvidia-smi lists it) or wait, then start again "
+        "with the same configuration. Making this one smaller would not cure the reason."
+    ),
+    Cause.QUANT_FORMAT_MISMATCH: (
+        "The loader cannot read this quantisation, or this card cannot compute it: take a variant "
+        "that the engine supports, or another engine. More memory or a bigger card does not cure a "
+        "format fault."
+    ),
+    Cause.DEPENDENCY_VERSION_MISMATCH: (
+        "Engine, library, driver or CPU do not go together, or the model is newer than the engine: "
+        "change the version the error names, in an environment of its own."
+    ),
+    Cause.CORRUPT_MODEL: (
+        "A file of the model is damaged or incomplete: compare size and checksum with the source and "
+        "download it again."
+    ),
+    Cause.MISSING_FILE: (
+        "A file is not where the configuration says, or may not be read: check the path, the parts of"
+        " a split model, permissions, and access to the model repository."
+    ),
+    Cause.PORT_IN_USE: ("Another process listens on this port: end it, or choose another port."),
+    Cause.DRIVER_ERROR: (
+        "The device or its driver failed; this is not a lack of memory: look for Xid or reset "
+        "messages in dmesg, restart the driver or the machine, and update the driver if it comes "
+        "back."
+    ),
+    Cause.REQUEST_TOO_LONG: (
+        "One request is longer than the context that is served: shorten it, or serve a larger "
+        "context. The engine is healthy."
+    ),
+    Cause.BENIGN: ("Nothing to do: what the log shows was overcome, or was asked for."),
+    Cause.UNKNOWN: (
+        "No cause was found: keep the log, raise the engine's verbosity, and look at the first error in it."
+    ),
 }
 
 _EVERYWHERE: dict[Cause, tuple[Rung, ...]] = {

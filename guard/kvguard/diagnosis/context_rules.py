@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import re
+from enum import IntEnum
+
+from kvguard.diagnosis.pattern_table import PatternTable
 
 HARMLESS = re.compile(
     r"""is\ preempted\ by|PreemptionMode|preempt(?:ed|ion)\b.{0,80}(?:recompute|KV\ cache\ space)|retracted_reqs|[Rr]etract\ requests
@@ -58,6 +61,25 @@ AFTER_READY = re.compile(
     re.VERBOSE,
 )
 
+
+class Mark(IntEnum):
+    """What a line may be beside, or instead of, the wording of an error."""
+
+    HARMLESS = 0
+    RECOVERY = 1
+    EFFECT = 2
+    BEFORE_READY = 3
+    AFTER_READY = 4
+    ANSWERED = 5
+
+
+_MARKS = PatternTable([HARMLESS, RECOVERY, EFFECT, BEFORE_READY, AFTER_READY, ANSWERED])
+
+
+def marks_of(text: str) -> frozenset[Mark]:
+    return frozenset(Mark(index) for index in _MARKS.matches(text))
+
+
 CHILD_EXIT = re.compile(
     r"""(?:Failed\ core\ proc\(s\):\ \{[^}]{0,200}?'[\w.-]+':\ (?P<core>-?\d+)
     |(?:exit\ ?code|exitcode|return\ ?code|exit\ status|exited\ with(?:\ code|\ status)?|died\ with(?:\ status)?|status\ code\ was)[^\w-]{0,4}(?P<code>-?\d+)
@@ -67,6 +89,7 @@ CHILD_EXIT = re.compile(
     |code=killed,\ (?:status=)?(?P<systemd>\d+))""",
     re.VERBOSE,
 )
+_EXITS = PatternTable([CHILD_EXIT])
 SIGNALS = {
     "sigkill": 9, "killed": 9, "sigsegv": 11, "segmentation fault": 11, "sigbus": 7, "bus error": 7, "sigill": 4,
     "illegal instruction": 4, "sigabrt": 6, "aborted": 6, "sigterm": 15, "terminated": 15,
@@ -75,7 +98,7 @@ SIGNALS = {
 
 def child_signal(text: str) -> int | None:
     """Give the signal that a log line says ended a process; None where it tells none."""
-    match = CHILD_EXIT.search(text)
+    match = CHILD_EXIT.search(text) if list(_EXITS.matches(text)) else None
     if match is None:
         return None
     groups = match.groupdict()

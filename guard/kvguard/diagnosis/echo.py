@@ -4,6 +4,8 @@ Request loggers put a prompt, or an answer, into the log in two ways: quoted in 
 lines between the marks of a chat template.
 """
 
+# ruff: noqa: E501 - a wording is kept on one line, so that it can be searched for
+
 from __future__ import annotations
 
 import re
@@ -17,8 +19,10 @@ _QUOTED = re.compile(
         |^(?i:user|human|question)\s*[:>])""",
     re.VERBOSE,
 )
-_HINTS = ("prompt", "request", "generat", "message", "content", "text", "input", "user", "human", "question")
-_HINTS += ("chat history", "delta", "<|", "<start_of_turn>", "[inst]")
+_HINTS: tuple[str, ...] = (
+    *("prompt", "request", "generat", "message", "content", "text", "input", "user", "human", "question"),
+    *("chat history", "delta", "<|", "<start_of_turn>", "[inst]"),
+)
 _RAW_OPEN = re.compile(
     r"<\|im_start\|>(?:user|system|tool)|<\|start_header_id\|>(?:user|system)"
     r"|<\|(?:user|system)\|>|<start_of_turn>user|\[INST\]"

@@ -3,11 +3,14 @@
 A phase only orders what was seen; what it means for a failure is decided in `verdict`.
 """
 
+# ruff: noqa: E501 - a wording is kept on one line, so that it can be searched for
+
 from __future__ import annotations
 
 import re
 from enum import IntEnum
 
+from kvguard.diagnosis.pattern_table import PatternTable
 from kvguard.domain import Stage
 
 
@@ -58,7 +61,7 @@ _TABLE: tuple[tuple[Phase, str], ...] = (
     ),
     (
         Phase.SERVING,
-        r"launch_slot_|^slot +\w+: id|^srv +(?:get_availabl|prompt_save|update_slots|send_|log_server_r)\w*:|prompt processing|Llama\.generate|"
+        r"launch_slot_|srv +process_chun|processing image|image encoded|^slot +\w+: id|^srv +(?:get_availabl|prompt_save|update_slots|send_|log_server_r)\w*:|prompt processing|Llama\.generate|"
         r"Running: [1-9]\d* reqs|#running-req: [1-9]|Prefill batch|Decode batch|Received request|Added request|"
         r"\"POST /[\w/.-]+ HTTP|eval time =|POST /v1/|POST /api/(?:chat|generate)|generate\{|chat_completions\{|"
         r"send_error: task|Error in preprocessing prompt|prefill\{|decode\{|execute_model|update_slots: ",
@@ -70,15 +73,12 @@ _TABLE: tuple[tuple[Phase, str], ...] = (
     ),
 )
 
-_PATTERNS = tuple((phase, re.compile(pattern)) for phase, pattern in _TABLE)
+_PHASES = PatternTable([re.compile(pattern) for _, pattern in _TABLE])
 
 
 def phase_of(text: str) -> Phase:
     """Name the phase that a line marks; UNKNOWN for all others."""
-    for phase, pattern in _PATTERNS:
-        if pattern.search(text):
-            return phase
-    return Phase.UNKNOWN
+    return next((_TABLE[i][0] for i in _PHASES.matches(text)), Phase.UNKNOWN)
 
 
 _FRAMES: tuple[tuple[str, str], ...] = (
@@ -116,13 +116,12 @@ _FRAMES: tuple[tuple[str, str], ...] = (
         r"ggml_backend_\w+_(?:graph_compute|synchronize)|llama_graph_compute|process_ubatch|graph_compute\w*",
     ),
 )
-_FRAME_PATTERN = re.compile(r"\b(?:" + "|".join(f"(?P<{kind}>{names})" for kind, names in _FRAMES) + r")\b")
+_FRAME_TABLE = PatternTable([re.compile(rf"\b(?:{names})\b") for _, names in _FRAMES])
 
 
 def frame_of(text: str) -> str:
-    """Name what a stack frame belongs to: kv, warmup, load, forward, inference; empty when it tells nothing."""
-    match = _FRAME_PATTERN.search(text)
-    return (match.lastgroup or "") if match else ""
+    """Name what a stack frame belongs to (kv, warmup, load, forward, inference), or nothing."""
+    return next((_FRAMES[i][0] for i in _FRAME_TABLE.matches(text)), "")
 
 
 _STAGE_OF_PHASE = {

@@ -4,6 +4,8 @@ A line of an engine's log arrives wrapped by up to half a dozen others (containe
 logger). What a rule wants is the level, and the message that the engine wrote.
 """
 
+# ruff: noqa: E501 - a wording is kept on one line, so that it can be searched for
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""What a rule is, and how a line is tried against a table of them."""
+"""What a rule is: one wording of one cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Weight(IntEnum):
 class Rule:
     """One wording of one cause.
 
-    anchors    a line must contain one of them (lower case): a cheap test before the pattern
     stage      where the wording itself tells it
     also       causes that the wording leaves possible
     any_level  counts on info and debug lines too (an HTTP 400 is no error to the server that logs it)
@@ -37,7 +36,6 @@ class Rule:
     """
 
     cause: Cause
-    anchors: tuple[str, ...]
     pattern: re.Pattern[str]
     weight: Weight = Weight.SPECIFIC
     stage: Stage | None = None
@@ -46,13 +44,9 @@ class Rule:
     sticky: bool = False
     sure: float = 0.92
 
-    def matches(self, text: str, low: str) -> bool:
-        return any(anchor in low for anchor in self.anchors) and self.pattern.search(text) is not None
-
 
 def rule(
     cause: Cause,
-    anchors: str,
     pattern: str,
     *,
     weight: Weight = Weight.SPECIFIC,
@@ -62,10 +56,9 @@ def rule(
     sticky: bool = False,
     sure: float = 0.92,
 ) -> Rule:
-    """Make a rule; `anchors` are separated by `|`, the pattern ignores case."""
+    """Make a rule; the pattern ignores case."""
     return Rule(
         cause=cause,
-        anchors=tuple(anchors.lower().split("|")),
         pattern=re.compile(pattern, re.IGNORECASE),
         weight=weight,
         stage=stage,
@@ -74,11 +67,3 @@ def rule(
         sticky=sticky,
         sure=sure,
     )
-
-
-def first_match(rules: tuple[Rule, ...], text: str, low: str, *, quiet: bool) -> Rule | None:
-    """Give the first rule of the table that a line satisfies: order in a table is precedence."""
-    for candidate in rules:
-        if (candidate.any_level or not quiet) and candidate.matches(text, low):
-            return candidate
-    return None

@@ -11,37 +11,22 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvguard.diagnosis.context_rules import (
-    AFTER_READY,
-    ANSWERED,
-    BEFORE_READY,
-    EFFECT,
-    HARMLESS,
-    RECOVERY,
-    child_signal,
-)
+from kvguard.diagnosis.context_rules import Mark
 from kvguard.diagnosis.echo import EchoFilter
-from kvguard.diagnosis.milestones import Phase, frame_of, phase_of
+from kvguard.diagnosis.milestones import Phase
 from kvguard.diagnosis.normalise import Line, lines_of
-from kvguard.diagnosis.rule import Rule, Weight, first_match
-from kvguard.diagnosis.rules import RULES
+from kvguard.diagnosis.reading import Reader, Reading, read
+from kvguard.diagnosis.rule import Rule, Weight
 from kvguard.domain import MEMORY_CAUSES, Cause
 
 _MAX_FINDINGS = 64
 _MAX_QUOTED_CHARS = 400
+_MAX_OF_ONE_RULE = 4
+_MAX_JOINED_CHARS = 300
 _RECOVERS_LINES = 12
 
-_STEMS = tuple(
-    "err|fail|memory|oom|kill|alloc|cannot|can't|unable|not |n't|invalid|unsupported|unknown|exception|denied|"
-    "missing|in use|bind|bus|fault|abort|assert|signal|exit|died|dead|lost|xid|out of|too l|too b|exceed|longer|"
-    "insufficient|illegal|mismatch|corrupt|trunc|magic|load|kv|listening|ready|complete|slot|post /|running|reqs|"
-    "captur|warm|profil|shut|sigterm|batch|request|n_ctx|n_ubatch|build|args|version|retry|fall|eval|retract|prompt|"
-    "<|im_|<start_of|[inst]|content|init|requires|install|undefined|glibc|offline|size|divid|divis|xpu|hsa_|hang|"
-    "idle|model|blocks|quant|no such|only|modul|reset|timeout|wrong|found|nccl|sig|space|cancel|refus|swap".split(
-        "|"
-    )
-)
 _BLANK = re.compile(r"[.\s#=*-]*$")
+_SPEED = re.compile(r"^ *eval time.{0,80}?([\d.]+) tokens per second")
 
 
 @dataclass(slots=True)
@@ -89,8 +74,10 @@ class Scan:
     stopping: bool = False
     speeds: list[float] = field(default_factory=list)
     _echo: EchoFilter = field(default_factory=EchoFilter)
+    _reader: Reader = field(default_factory=Reader)
     _frames: set[str] = field(default_factory=set)
     _recent: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    _joinable: bool = False  # the last line was loud and matched nothing
 
     def feed_all(self, raw_lines: Iterable[str]) -> Scan:
         for raw in raw_lines:
@@ -99,96 +86,88 @@ class Scan:
 
     def feed(self, raw: str) -> None:
         self.lines += 1
-        low = raw[:16_384].lower()
-        if not self._echo.inside and not any(stem in low for stem in _STEMS):
-            return
         for line in lines_of(self.lines, raw):
-            self._read(line)
+            self._take(line)
 
     # ------------------------------------------------------------ one message
 
-    def _read(self, line: Line) -> None:
+    def _take(self, line: Line) -> None:
         text = self._echo.cut(line.text, line.text.lower())
         if not text or _BLANK.match(text):
             return
-        low = text.lower()
-        self._note_life(text, low, line)
-        if HARMLESS.search(text):
-            self._keep(self.harmless, line.number, text)
-            if RECOVERY.search(text):
-                self._recover(line.number)
-            return
-        recovers = RECOVERY.search(text) is not None
-        matched = first_match(RULES, text, low, quiet=line.quiet)
-        if matched is None and not recovers:
+        said = self._reader.read(text, line.level)
+        self._note_life(said, line, text)
+        matched = said.rule
+        if matched is None and not said.marks & {Mark.RECOVERY, Mark.HARMLESS}:
             matched, text = self._joined(text, line)
-        self._recent.append(text)
-        if recovers and not (matched and matched.sticky):
+        self._joinable = matched is None and not line.quiet
+        if Mark.HARMLESS not in said.marks:
+            self._recent.append(text)
+        if Mark.RECOVERY in said.marks and not (matched and matched.sticky):
             self._recover(line.number)
-            return
-        if matched is not None:
+        elif Mark.HARMLESS in said.marks:
+            self._keep(self.harmless, line.number, text)
+        elif matched is not None:
             self._latch(matched, line, text)
-        elif not line.quiet and EFFECT.search(text):
+        elif Mark.EFFECT in said.marks:
             self._keep(self.effects, line.number, text)
 
     def _joined(self, text: str, line: Line) -> tuple[Rule | None, str]:
-        """Try a message that was wrapped: with the end of the line before it."""
-        if not self._recent or line.quiet or len(text) > 300 or len(self._recent[-1]) > 300:
+        """Try a message that was wrapped: with the line before it."""
+        if line.quiet or not self._joinable or not self._recent:
+            return None, text
+        if self._recent[-1].startswith("File ") or self._recent[-1].endswith((".", ":", ";", "}")):
+            return None, text
+        if len(text) > _MAX_JOINED_CHARS or len(self._recent[-1]) > _MAX_JOINED_CHARS:
             return None, text
         joined = f"{self._recent[-1]} {text.strip()}"
-        matched = first_match(RULES, joined, joined.lower(), quiet=False)
-        alone = first_match(RULES, self._recent[-1], self._recent[-1].lower(), quiet=False)
-        return (matched, joined) if matched is not None and alone is None else (None, text)
+        matched = read(joined, line.level).rule
+        return (matched, joined) if matched is not None else (None, text)
 
-    def _note_life(self, text: str, low: str, line: Line) -> None:
-        if low.startswith("traceback (most recent"):
+    def _note_life(self, said: Reading, line: Line, text: str) -> None:
+        if text.startswith("Traceback (most recent"):
             self._frames.clear()
-        if not line.quiet:
-            frame = frame_of(text)
-            if frame:
-                self._frames.add(frame)
-        signal = None if line.quiet else child_signal(text)
-        if signal is not None and len(self.child_signals) < _MAX_FINDINGS:
-            self.child_signals.append((line.number, text[:_MAX_QUOTED_CHARS], signal))
-        if BEFORE_READY.search(text):
-            self.failed_before_ready = True
-        if AFTER_READY.search(text):
-            self.failed_after_ready = True
-        if ANSWERED.search(text):
+        if said.frame:
+            self._frames.add(said.frame)
+        if said.signal is not None and len(self.child_signals) < _MAX_FINDINGS:
+            self.child_signals.append((line.number, text[:_MAX_QUOTED_CHARS], said.signal))
+        self.failed_before_ready |= Mark.BEFORE_READY in said.marks
+        self.failed_after_ready |= Mark.AFTER_READY in said.marks
+        if Mark.ANSWERED in said.marks:
             self.answered = line.number
-            self._note_speed(text)
-        self._enter(phase_of(text), line)
+            if match := _SPEED.search(text):
+                self._note_speed(float(match.group(1)))
+        if said.phase is not Phase.UNKNOWN:
+            self._enter(said.phase)
 
-    def _note_speed(self, text: str) -> None:
-        match = re.search(r"^ *eval time.{0,80}?([\d.]+) tokens per second", text)
-        if match and len(self.speeds) < 10_000:
-            self.speeds.append(float(match.group(1)))
+    def _note_speed(self, tokens_per_s: float) -> None:
+        """Keep the best speed and the last one."""
+        self.speeds = [max([tokens_per_s, *self.speeds]), tokens_per_s]
 
-    def _enter(self, phase: Phase, line: Line) -> None:
-        if phase is Phase.UNKNOWN or line.level == "error":
-            return
+    def _enter(self, phase: Phase) -> None:
         if phase is Phase.STARTED and self.reached > Phase.STARTED and self.findings:
-            self.earlier = self.findings
-            self.findings = []
+            self.earlier, self.findings = self.findings, []
             self.reached = Phase.UNKNOWN
-        if phase is Phase.STOPPING:
-            self.stopping = True
-        if phase is Phase.LOADING and self.phase >= Phase.LOADED and "draft" in line.text.lower():
-            phase = Phase.LOADING
+        self.stopping |= phase is Phase.STOPPING
         self.phase = phase
-        self.reached = max(self.reached, phase) if phase < Phase.STOPPING else self.reached
+        if phase < Phase.STOPPING:
+            self.reached = max(self.reached, phase)
         if phase in (Phase.READY, Phase.SERVING, Phase.IDLE):
             self._frames.clear()
-            for finding in self.findings:
-                before = Phase.UNKNOWN if phase is Phase.READY else Phase.STARTED
-                if before <= finding.phase < Phase.READY:
-                    finding.before_ready = True
-                    finding.recovered |= not finding.swallowed and not finding.of_device
+            self._overcome_before(phase)
+
+    def _overcome_before(self, phase: Phase) -> None:
+        """What failed before the engine got this far did not stop it."""
+        first = Phase.UNKNOWN if phase is Phase.READY else Phase.STARTED
+        for finding in self.findings:
+            if first <= finding.phase < Phase.READY:
+                finding.before_ready = True
+                finding.recovered |= not finding.swallowed and not finding.of_device
 
     # ------------------------------------------------------------ what is kept
 
     def _latch(self, matched: Rule, line: Line, text: str) -> None:
-        if len(self.findings) >= _MAX_FINDINGS:
+        if not self._has_room_for(matched):
             return
         swallowed = matched.sticky or (self.phase is Phase.LOADED and self._optional_part())
         self.findings.append(
@@ -202,6 +181,15 @@ class Scan:
                 swallowed=swallowed,
             )
         )
+
+    def _has_room_for(self, matched: Rule) -> bool:
+        """A storm of one error, or of overcome ones, must not crowd out the next."""
+        same = [finding for finding in self.findings if finding.rule is matched]
+        overcome = [finding for finding in same if finding.recovered]
+        if len(same) >= _MAX_OF_ONE_RULE and overcome:
+            self.findings.remove(overcome[0])
+            return True
+        return len(same) < _MAX_OF_ONE_RULE and len(self.findings) < _MAX_FINDINGS
 
     def _optional_part(self) -> bool:
         """A multimodal encoder's warm-up swallows its failure; the first image then kills the server."""

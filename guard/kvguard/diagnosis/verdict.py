@@ -1,4 +1,4 @@
-"""From evidence to a Failure: structured facts first, the log's first specific error next, exit codes last."""
+"""From evidence to a Failure: structured facts first, then the first specific error, then exit codes."""
 
 from __future__ import annotations
 
@@ -82,26 +82,21 @@ def _1_kernel_killed_for_memory(evidence: Evidence, scan: Scan) -> Verdict | Non
     """The kernel counted a kill in our cgroup, and something of ours died of signal 9, or is gone."""
     if not _oom_kills(evidence) or evidence.killed_by_us:
         return None
-    killed = [number_text for *number_text, signal in scan.child_signals if signal == _SIGKILL]
+    killed = [_quote(number, text) for number, text, signal in scan.child_signals if signal == _SIGKILL]
     gone = _signal(evidence) is not None or killed or _SIGKILL in evidence.child_signals
     if not gone and evidence.healthy is not False and not _failed_exit(evidence):
         return None
-    quoted = tuple(_quote(int(number), str(text)) for number, text in killed[:2])
-    return Verdict(
-        (Cause.HOST_RAM_OOM_KILLED,), 0.97, (f"the kernel counted {_oom_kills(evidence)} oom_kill", *quoted)
-    )
+    counted = f"the kernel counted {_oom_kills(evidence)} oom_kill"
+    return Verdict((Cause.HOST_RAM_OOM_KILLED,), 0.97, (counted, *killed[:2]))
 
 
 def _2_stopped_on_purpose(evidence: Evidence, scan: Scan) -> Verdict | None:
     """Someone asked it to stop, and it had not failed before."""
     signal = _signal(evidence)
-    asked = evidence.killed_by_us or bool(evidence.signal_sender) or signal in (_SIGTERM, 2, 1)
-    asked = asked or (scan.stopping and evidence.exit is not None and evidence.exit.code in (0, 143, 130))
-    if (
-        not asked
-        or _best(scan, evidence) is not None
-        or (scan.effects and signal != _SIGTERM and not evidence.signal_sender and not evidence.killed_by_us)
-    ):
+    told_to_stop = evidence.killed_by_us or bool(evidence.signal_sender)
+    by_signal = signal in (_SIGTERM, 2, 1)
+    by_itself = scan.stopping and evidence.exit is not None and evidence.exit.code == 0 and not scan.effects
+    if not (told_to_stop or by_signal or by_itself) or _best(scan, evidence) is not None:
         return None
     sender = evidence.signal_sender or ("kvguard" if evidence.killed_by_us else "")
     why = f"signal {signal}" if signal is not None else "a stop"
@@ -335,9 +330,9 @@ def _stage_of_finding(finding: Finding, scan: Scan) -> Stage | None:
     rule = finding.rule
     if rule.cause is Cause.PORT_IN_USE:  # a server that could not bind never was ready, whatever it said
         return Stage.WARMUP if finding.phase >= Phase.LOADED else Stage.LOAD
-    if rule.stage is Stage.LOAD and finding.phase is not Phase.LOADING:
-        if scan.failed_after_ready and not scan.failed_before_ready:
-            return Stage.INFERENCE
+    failed_later = scan.failed_after_ready and not scan.failed_before_ready
+    if rule.stage is Stage.LOAD and finding.phase is not Phase.LOADING and failed_later:
+        return Stage.INFERENCE
     if rule.stage is not None:
         return Stage.INFERENCE if by_phase is Stage.INFERENCE and rule.stage is Stage.WARMUP else rule.stage
     frames = finding.frames if by_phase in (None, Stage.LOAD, Stage.WARMUP) else frozenset()
@@ -432,7 +427,7 @@ def _runs_well(evidence: Evidence) -> bool:
 
 
 def _baseline(evidence: Evidence, scan: Scan) -> float | None:
-    return evidence.baseline_tokens_per_s or (max(scan.speeds) if len(scan.speeds) > 1 else None)
+    return evidence.baseline_tokens_per_s or (scan.speeds[0] if scan.speeds else None)
 
 
 def _speed(evidence: Evidence, scan: Scan) -> float | None:
