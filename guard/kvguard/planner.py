@@ -30,6 +30,7 @@ DEFAULT_CTX = 32_768
 DEFAULT_BATCH: dict[EngineName, int] = {"llama.cpp": 4, "vllm": 16}
 GOOD_CTX = 8192  # a context below this is given up only after batch and micro-batch
 PREFILL_TOKENS: dict[EngineName, int] = {"llama.cpp": 512, "vllm": 2048}
+GOOD_PREFILL_TOKENS = 128
 LEAST_PREFILL_TOKENS = 64
 HOST_CACHE_MAX_BYTES = 2 * GIB
 MOST_CTX = 1 << 20  # where a model does not tell its training context
@@ -241,7 +242,8 @@ class _Search:
     def candidates(self, meta: ModelMeta, gpu_layers: int | None) -> Iterator[Knobs]:
         """Configurations from the wish downwards, one variable a step.
 
-        1. pool  2. ctx to GOOD_CTX  3. batch  4. micro-batch  5. ctx to min_ctx
+        1. pool  2. ctx to GOOD_CTX  3. micro-batch, while it still prefills well: in a shared pool fewer
+        sequences free little  4. batch  5. micro-batch to its least  6. ctx to min_ctx
         """
         limits = self.limits
         wish = limits.ctx_tokens or DEFAULT_CTX
@@ -266,7 +268,14 @@ class _Search:
         if limits.exact:
             return
         floor = min(limits.min_ctx, ctx)
-        for step in (_ctx_to(max(floor, GOOD_CTX)), _batch_to(limits.min_batch), _prefill, _ctx_to(floor)):
+        steps = (
+            _ctx_to(max(floor, GOOD_CTX)),
+            _prefill_to(GOOD_PREFILL_TOKENS),
+            _batch_to(limits.min_batch),
+            _prefill_to(LEAST_PREFILL_TOKENS),
+            _ctx_to(floor),
+        )
+        for step in steps:
             while (smaller := step(knobs)) is not None:
                 knobs = smaller
                 yield knobs
@@ -326,9 +335,12 @@ def _batch_to(floor: int) -> _Step:
     return step
 
 
-def _prefill(knobs: Knobs) -> Knobs | None:
-    smaller = knobs.prefill_tokens // 2
-    return replace(knobs, prefill_tokens=smaller) if smaller >= LEAST_PREFILL_TOKENS else None
+def _prefill_to(floor: int) -> _Step:
+    def step(knobs: Knobs) -> Knobs | None:
+        smaller = knobs.prefill_tokens // 2
+        return replace(knobs, prefill_tokens=smaller) if smaller >= floor else None
+
+    return step
 
 
 def explain(accounts: Accounts, usable: int, verdict: Fit) -> tuple[str, str]:
