@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "lfm2",
         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         "num_hidden_layers": 6,
+        "conv_dim": 256,
         "conv_L_cache": 3,
         "conv_bias": False,
         "norm_eps": 1e-5,
@@ -95,17 +96,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         "decoder_sparse_step": 1,
         **MOE,
-    },
-    "bamba": {
-        "architectures": ["BambaForCausalLM"],
-        "model_type": "bamba",
-        "attn_layer_indices": [2],
-        "mamba_n_heads": 16,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
     },
 }
 

@@ -158,7 +158,7 @@ def matrix_report(
         table.append(
             {
                 "card": card_report(row),
-                "choice": choice.knobs.quant.label if choice.fits else None,
+                "choice": (choice.knobs.quant.label or choice.meta.name) if choice.fits else None,
                 "cells": [_cell_report(cell) for cell in line],
             }
         )

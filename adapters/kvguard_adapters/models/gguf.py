@@ -311,6 +311,7 @@ def read_gguf(path: str | Path) -> ModelMeta:
     n_layer_all = _count(hparams.get("block_count", 0))
     nextn = min(_count(hparams.get("nextn_predict_layers", 0)), n_layer_all)
     weights = weigh(tensors, n_layer=n_layer_all - nextn)
+    types = _bytes_by_type(tensors)
     tokens = first.get("tokenizer.ggml.tokens")
     merges = first.get("tokenizer.ggml.merges")
     return ModelMeta(
@@ -327,8 +328,8 @@ def read_gguf(path: str | Path) -> ModelMeta:
         hparams=hparams,
         files=tuple(ModelFile(path=str(p), size_bytes=p.stat().st_size) for p in paths),
         header_hash=hashlib.sha256(b"".join(header.digest for header in headers)).hexdigest(),
-        quant=FILE_TYPES.get(first.get("general.file_type", -1), ""),
-        tensor_types=_bytes_by_type(tensors),
+        quant=FILE_TYPES.get(first.get("general.file_type", -1)) or (types[0][0] if types else ""),
+        tensor_types=types,
         chat_template=_text(first.get("tokenizer.chat_template")),
         add_bos=first.get("tokenizer.ggml.add_bos_token"),
         token_text_bytes=tokens.text_bytes if isinstance(tokens, Counted) else 0,
