@@ -144,6 +144,7 @@ class Life:
         self.others_bytes = 0
         self.launch: Launch | None = None
         self._settings = settings
+        self._filter = settings.backend.log_filter()
         self._log = LogBuffer()
         self._milestone = "started"
         self._load_end = 0
@@ -177,7 +178,11 @@ class Life:
         self._start_s = time.monotonic() - started_s
         return capacity
 
-    def _on_line(self, line: str) -> None:
+    def _on_line(self, raw: str) -> None:
+        """Keep what may be shown: an engine quotes prompts, and nothing of them goes further than here."""
+        line = self._filter(raw)
+        if line is None:
+            return
         self._log.add(line)
         self._settings.on_line(line)
         milestone = self._settings.backend.milestone(line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvguard.accounts import EngineName, predict
@@ -42,7 +42,7 @@ def first_attempt(
     settings: Settings,
     models: Sequence[ModelMeta],
     known: Sequence[Record],
-    by_id: Mapping[str, Record],
+    find: Callable[[str], Record | None],
     *,
     engine: EngineName,
     card: CardInfo,
@@ -57,9 +57,10 @@ def first_attempt(
     """
     wanted_id = settings.knobs.config_id
     if wanted_id:  # 1
-        if wanted_id not in by_id:
+        wanted = find(wanted_id)
+        if wanted is None:
             raise CannotServe(f"no configuration {wanted_id} in the journal: see `kvguard configs`")
-        return Attempt(knobs=by_id[wanted_id].knobs, why=WhyRecord(kind="verify", from_id=wanted_id))
+        return Attempt(knobs=wanted.knobs, why=WhyRecord(kind="verify", from_id=wanted_id))
     sources = {meta.variant().source for meta in models}
     for record in known:  # 2
         if record.asked == asked(settings) and record.knobs.quant.source in sources:

@@ -1,0 +1,595 @@
+"""Composition root: the only module that names concrete adapters and policies, and wires the three loops.
+
+`survey` looks at model, engine, card and journal and decides what to start; `serve` runs it, `dry_run`
+prints it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import uvicorn
+import uvloop
+from rich.console import Console
+
+from kvguard import __version__, log
+from kvguard.accounts import EngineName
+from kvguard.api.admin import AdminParts, make_admin
+from kvguard.api.auth import AuthError, Keys, check_listen, read_key_file
+from kvguard.api.openai import GuardApp, GuardSettings
+from kvguard.attached import AttachedLife
+from kvguard.child import Child
+from kvguard.demand import Dialect
+from kvguard.diagnosis import diagnose
+from kvguard.domain import Accounts, CardInfo, Endpoint, Knobs, Refusal, Rung, Snapshot, State
+from kvguard.events import Events
+from kvguard.journal import journal_of
+from kvguard.life import BackendLife, Life, LifeSettings
+from kvguard.limiter import Limiter
+from kvguard.metrics import Metrics
+from kvguard.model import ModelError, ModelMeta
+from kvguard.planner import usable_bytes
+from kvguard.ports import Backend, BackendError, Card, CardLost
+from kvguard.record import (
+    BackendRecord,
+    FileRecord,
+    Fingerprint,
+    ModelRecord,
+    WhyRecord,
+    card_record,
+    to_builtins,
+)
+from kvguard.recorder import Recorder
+from kvguard.report import dry_run_json, print_dry_run, ready_message
+from kvguard.selection import CannotServe, Predictor, asked, attached_knobs, first_attempt
+from kvguard.settings import Settings
+from kvguard.supervisor import Attempt, StartFailed, Supervisor, SupervisorParts
+from kvguard.watch import Watch
+from kvguard_adapters.backends import Options, find_backend
+from kvguard_adapters.cards import CgroupCard, ProcessCard, binding_card
+from kvguard_adapters.models.demo import demo_model
+from kvguard_adapters.models.gguf import read_gguf
+from kvguard_adapters.models.variants import smaller_variants
+from kvguard_policies.admission import make_policy
+from kvguard_policies.degradation.ladder import DegradationLadder, parse_order
+from kvguard_policies.headroom import parse_headroom
+from kvguard_policies.ordering import FairOrder
+
+_DIALECTS = {
+    "llama-server": Dialect.LLAMA_SERVER,
+    "embedded": Dialect.LLAMA_SERVER,
+    "llama-cpp-python": Dialect.LLAMA_CPP_PYTHON,
+    "vllm": Dialect.VLLM,
+}
+
+_engine_log = structlog.get_logger("kvguard.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Everything known before the first start. `models[0]` is what was asked for; empty when attached."""
+
+    settings: Settings
+    models: tuple[ModelMeta, ...]
+    model_name: str
+    backend: Backend
+    card: Card
+    headroom_bytes: int
+    usable_bytes: int
+    fingerprint: Fingerprint
+    recorder: Recorder
+    events: Events
+    predict: Predictor
+    first: Attempt
+
+
+# ---------------------------------------------------------------- before the first start
+
+
+def survey(settings: Settings, events: Events) -> Site:
+    """Look around and choose what to start. Blocking.
+
+    Raises CannotServe, ModelError, BackendError, CardLost or ValueError with a message for a person.
+    """
+    models = () if settings.backend.kind == "attach" else _read_models(settings)
+    model_name = settings.model.alias or (models[0].name if models else "default")
+    backend = _find_backend(settings, models, model_name)
+    card = _card(settings)
+    headroom_bytes = parse_headroom(settings.memory.headroom).of(card.info.total_bytes, card.info.kind)
+    usable = usable_bytes(card.read(), headroom_bytes)
+    fingerprint = _fingerprint(card.info, backend, models)
+    engine: EngineName = "vllm" if backend.name == "vllm" else "llama.cpp"
+    recorder = Recorder(
+        journal=journal_of(settings.state.directory / "journal", card.info),
+        fingerprint=fingerprint,
+        backend=backend,
+        events=events,
+        headroom_bytes=headroom_bytes,
+        libraries={"kvguard": __version__},
+        asked=asked(settings),
+    )
+    first = (
+        first_attempt(
+            settings, models, recorder.usable(), recorder.find,
+            engine=engine, card=card.info, usable_bytes=usable,
+        )
+        if models
+        else Attempt(knobs=attached_knobs(), why=WhyRecord(kind="verify"))
+    )  # fmt: skip
+    return Site(
+        settings=settings,
+        models=models,
+        model_name=model_name,
+        backend=backend,
+        card=card,
+        headroom_bytes=headroom_bytes,
+        usable_bytes=usable,
+        fingerprint=fingerprint,
+        recorder=recorder,
+        events=events,
+        predict=Predictor(models, engine=engine, gpu=card.info.kind == "nvml"),
+        first=first,
+    )
+
+
+def _read_models(settings: Settings) -> tuple[ModelMeta, ...]:
+    path = Path(settings.model.path) if settings.model.path else demo_model()
+    if not path.exists():
+        raise ModelError(f"there is no model at {path}: give the path of a GGUF file")
+    meta = read_gguf(path)
+    return (meta, *smaller_variants(meta, settings.model.variants))
+
+
+def _find_backend(settings: Settings, models: tuple[ModelMeta, ...], model_name: str) -> Backend:
+    options = Options(
+        model_name=model_name,
+        extra_args=settings.backend.extra_args,
+        variants=tuple(meta.variant() for meta in models),
+        min_ctx=settings.degrade.min_ctx,
+        min_batch=settings.degrade.min_batch,
+        layers=models[0].n_layer + 1 if models else 0,
+        embedding=bool(models) and models[0].is_embedding,
+    )
+    section = settings.backend
+    return find_backend(
+        section.kind,
+        options,
+        llama_server=section.llama_server,
+        llama_cpp_python=section.llama_cpp_python,
+        vllm_python=section.vllm_python,
+        attach=section.attach,
+    )
+
+
+def _card(settings: Settings) -> Card:
+    """The memory that binds: the limit that was asked for, or the smallest that applies here."""
+    if settings.memory.limit_bytes is not None:
+        return _PlannedLimit(settings.memory.limit_bytes)
+    return binding_card()
+
+
+class _PlannedLimit(ProcessCard):
+    """A cgroup that does not exist yet: its size is known, and nothing is in it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.info = CardInfo(kind="cgroup", name="memory limit", total_bytes=limit_bytes)
+
+
+def _card_of(child: Child, planned: Card) -> Card:
+    """What to measure for this child: its own cgroup, its resident memory against a limit, or the card."""
+    if child.cgroup is not None:
+        return CgroupCard(child.cgroup, name=planned.info.name)
+    if child.limit_kind == "rlimit_as":
+        return ProcessCard(planned.info.total_bytes)
+    return planned
+
+
+def _fingerprint(info: CardInfo, backend: Backend, models: tuple[ModelMeta, ...]) -> Fingerprint:
+    model = ModelRecord(name="attached")
+    for meta in models[:1]:
+        model = ModelRecord(
+            name=meta.name,
+            architecture=meta.architecture,
+            parameters=meta.parameters,
+            files=tuple(FileRecord(name=Path(f.path).name, size_bytes=f.size_bytes) for f in meta.files),
+            header_hash=meta.header_hash,
+        )
+    return Fingerprint(
+        card=card_record(info),
+        backend=BackendRecord(name=backend.name, version=backend.version()),
+        model=model,
+    )
+
+
+def _client_keys(settings: Settings) -> Keys:
+    secrets = dict(settings.server.api_keys)
+    if settings.server.api_key_file is not None:
+        secrets |= read_key_file(settings.server.api_key_file)
+    return Keys(secrets)
+
+
+# ---------------------------------------------------------------- running it
+
+
+class Guard:
+    """One running kvguard: the supervisor, the limiter and the HTTP surface around one Site."""
+
+    def __init__(self, site: Site, listening: socket.socket) -> None:
+        settings = site.settings
+        self.site = site
+        self._listening = listening
+        self._events = site.events
+        self.supervisor = Supervisor(self._supervisor_parts())
+        self.limiter = Limiter(
+            policy=make_policy(settings.admission.policy),
+            order=FairOrder(),
+            max_queue_requests=settings.admission.queue_requests,
+            max_queue_bytes=settings.admission.queue_bytes,
+            default_wait_s=settings.admission.deadline_s,
+        )
+        self.metrics = Metrics()
+        keys = _client_keys(settings)
+        self.hot = GuardApp(
+            supervision=self.supervisor,
+            limiter=self.limiter,
+            engine=self._engine,
+            settings=GuardSettings(
+                keys=keys,
+                dialect=_DIALECTS.get(site.backend.name, Dialect.UNKNOWN),
+                wait_s=settings.admission.deadline_s,
+                max_body_bytes=settings.server.max_body_bytes,
+            ),
+            metrics=self.metrics,
+        )
+        self.supervisor.set_blame(self.hot.inflight)
+        self.supervisor.listen(self._on_snapshot)
+        self.watch = Watch(
+            supervision=self.supervisor,
+            life=lambda: self.supervisor.life,
+            card_free_bytes=self._card_free_bytes,
+            observe=self.limiter.observe,
+        )
+        admin_key = settings.server.admin_key
+        self.http = make_admin(
+            AdminParts(
+                supervision=self.supervisor,
+                metrics=self.metrics,
+                events=self._events,
+                admin_keys=Keys({"admin": admin_key}) if admin_key else keys,
+                status=self._status,
+                configs=self._configs,
+                plan=self._plan,
+            ),
+            hot=self.hot,
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                self.http,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(settings.server.drain_timeout_s)),
+            )
+        )
+        self._announced = False
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartFailed."""
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, self.supervisor.retry)
+        supervision = asyncio.create_task(self.supervisor.run(), name="supervisor")
+        helpers = [
+            asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http"),
+            asyncio.create_task(self.hot.run(), name="request-path"),
+            asyncio.create_task(self.watch.run(), name="watch"),
+        ]
+        waiting: asyncio.Task[Any] = asyncio.create_task(stopping.wait(), name="signals")
+        try:
+            everything: set[asyncio.Task[Any]] = {supervision, waiting, *helpers}
+            await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+            self._events.publish("stopping", inflight=len(self.hot.inflight))
+            self._server.should_exit = True
+            if not supervision.done():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(helpers[0], self.site.settings.server.drain_timeout_s + 2)
+            self.supervisor.stop()
+            await supervision  # raises what ended it
+            for task in helpers:
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception()  # type: ignore[misc]
+        finally:
+            self.supervisor.stop()
+            self._server.should_exit = self._server.force_exit = True
+            for task in (*helpers[1:], waiting):
+                task.cancel()
+            await asyncio.gather(supervision, *helpers, waiting, return_exceptions=True)
+            await self.hot.close()
+        return 0
+
+    # ------------------------------------------------------------ wiring
+
+    def _supervisor_parts(self) -> SupervisorParts:
+        site = self.site
+        degrade = site.settings.degrade
+        ladder = DegradationLadder(
+            parse_order(degrade.order),
+            strict=degrade.strict,
+            never=frozenset(Rung(name) for name in degrade.never),
+            min_ctx_tokens=min(degrade.min_ctx, site.first.knobs.ctx_tokens),
+            min_batch=degrade.min_batch,
+        )
+        return SupervisorParts(
+            first=site.first,
+            make_life=self._make_life,
+            options=lambda knobs: {rung: site.backend.next_steps(knobs, rung) for rung in ladder.order},
+            predict=site.predict,
+            diagnose=diagnose,
+            ladder=ladder,
+            recorder=site.recorder,
+            events=site.events,
+            usable_bytes=lambda: site.usable_bytes,
+            restartable=site.backend.capabilities.restartable,
+        )
+
+    def _make_life(self, knobs: Knobs) -> BackendLife:
+        settings, backend = self.site.settings, self.site.backend
+        if not backend.capabilities.restartable:
+            return AttachedLife(
+                backend,
+                Endpoint(
+                    base_url=settings.backend.attach.rstrip("/"), api_key=settings.backend.attach_api_key
+                ),
+                knobs,
+                patience_s=settings.backend.start_stall_timeout_s,
+                hang_timeout_s=30.0,
+            )
+        return Life(
+            LifeSettings(
+                backend=backend,
+                run_dir=settings.state.directory / "run",
+                memory_limit_bytes=settings.memory.limit_bytes,
+                card_of=lambda child: _card_of(child, self.site.card),
+                embedding=bool(self.site.models) and self.site.models[0].is_embedding,
+                stall_timeout_s=settings.backend.start_stall_timeout_s,
+                sample_interval_s=settings.memory.sample_interval_s,
+                on_line=lambda line: _engine_log.debug("engine_output", line=line),
+                on_progress=lambda milestone: self._events.publish("backend_progress", milestone=milestone),
+            ),
+            knobs,
+        )
+
+    def _engine(self) -> Any:
+        life = self.supervisor.life
+        return life.engine if life is not None and self.supervisor.snapshot.ready else None
+
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
+        """Tell the limiter what the backend can hold now, and people when it is ready."""
+        if snapshot.ready and snapshot.capacity is not None:
+            self.limiter.resize(snapshot.generation, snapshot.capacity)
+            self._announce(snapshot)
+        else:
+            self.limiter.pause()
+        if snapshot.state is State.FAILED:
+            self.limiter.refuse_all(Refusal(code="backend_failed", message=snapshot.detail))
+
+    def _announce(self, snapshot: Snapshot) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        host, port = self._listening.getsockname()[:2]
+        models = self.site.models
+        print(
+            ready_message(
+                f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}",
+                self.site.model_name,
+                snapshot.knobs if models else None,
+                needs_key=bool(_client_keys(self.site.settings)),
+                chat=not models or models[0].chat_template is not None,
+            ),
+            flush=True,
+        )
+
+    # ------------------------------------------------------------ what the admin routes show
+
+    def _card_free_bytes(self) -> int | None:
+        meter = getattr(self.supervisor.life, "meter", None)
+        if meter is None:
+            return None
+        return int(meter.total_bytes - meter.used_bytes - self.site.headroom_bytes)
+
+    def _status(self) -> dict[str, Any]:
+        snapshot, site = self.supervisor.snapshot, self.site
+        life = self.supervisor.life
+        measured = site.backend.measured(life.load_lines()) if life is not None else None
+        predicted = site.predict(snapshot.knobs or site.first.knobs)
+        plain: dict[str, Any] = msgspec.to_builtins(
+            {
+                "state": snapshot.state.value,
+                "generation": snapshot.generation,
+                "detail": snapshot.detail,
+                "config_id": snapshot.config_id,
+                "degraded_by": [rung.value for rung in snapshot.degraded_by],
+                "model": site.model_name,
+                "backend": {"name": site.backend.name, "version": site.fingerprint.backend.version},
+                "knobs": snapshot.knobs,
+                "capacity": snapshot.capacity,
+                "card": {
+                    "kind": site.card.info.kind,
+                    "name": site.card.info.name,
+                    "total_bytes": site.card.info.total_bytes,
+                    "headroom_bytes": site.headroom_bytes,
+                    "free_above_headroom_bytes": self._card_free_bytes(),
+                },
+                "predicted": _totals(predicted),
+                "measured": _totals(measured),
+                "memory": life.peaks() if life is not None else (),
+                "engine": self.watch.last
+                and {"running": self.watch.last.running, "waiting": self.watch.last.waiting},
+                "admission": self.limiter.status(),
+                "last_failure": self.supervisor.last_failure,
+            }
+        )
+        return plain
+
+    def _configs(self) -> list[dict[str, Any]]:
+        return [to_builtins(record) for record in self.site.recorder.records()]
+
+    async def _plan(self, query: dict[str, str]) -> dict[str, Any]:
+        return _dry_run_dict(self.site)
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: a stop drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _totals(accounts: Accounts | None) -> dict[str, int] | None:
+    if accounts is None:
+        return None
+    return {
+        "weights_bytes": accounts.weights_bytes,
+        "kv_bytes": accounts.kv_bytes,
+        "overhead_bytes": accounts.overhead_bytes,
+    }
+
+
+# ---------------------------------------------------------------- the command line's two verbs
+
+
+def dry_run(settings: Settings, *, as_json: bool) -> int:
+    """Print the accounts and the engine's command line; start nothing. Returns the exit code."""
+    site = _surveyed(settings, Events())
+    if site is None:
+        return 1
+    if as_json:
+        print(json.dumps(_dry_run_dict(site), indent=2))
+        return 0
+    accounts = site.predict(site.first.knobs)
+    if accounts is not None:
+        print_dry_run(
+            Console(),
+            accounts=accounts,
+            card=site.card.info,
+            usable_bytes=site.usable_bytes,
+            knobs=site.first.knobs,
+            command=_command(site),
+            why=_why(site),
+        )
+    return 0
+
+
+def serve(settings: Settings) -> int:
+    """Serve until told to stop. Returns the exit code: 0 after a stop, 1 when it could not start, 2 usage."""
+    log_file = log.configure(settings.state.log_level, settings.state.directory / "log")
+    events = Events()
+    try:
+        keys = _client_keys(settings)
+        check_listen(
+            settings.server.host, has_keys=bool(keys), insecure_listen=settings.server.insecure_listen
+        )
+        listening = _listen(settings.server.host, settings.server.port)
+    except (AuthError, CannotServe, OSError) as exc:
+        return _complain(exc, 2 if isinstance(exc, AuthError) else 1)
+    with contextlib.closing(listening):
+        site = _surveyed(settings, events)
+        if site is None:
+            return 1
+        events.publish(
+            "starting",
+            model=site.model_name,
+            backend=f"{site.backend.name} {site.fingerprint.backend.version}",
+            card=site.card.info.name,
+            usable_bytes=site.usable_bytes,
+            why=_why(site),
+            log_file=str(log_file),
+        )
+        try:
+            return _run(_guard(site, listening))
+        except StartFailed as exc:
+            return _complain(exc, 1)
+
+
+async def _guard(site: Site, listening: socket.socket) -> int:
+    return await Guard(site, listening).run()
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _surveyed(settings: Settings, events: Events) -> Site | None:
+    try:
+        return survey(settings, events)
+    except (CannotServe, ModelError, BackendError, CardLost, ValueError) as exc:
+        _complain(exc, 1)
+        return None
+
+
+def _complain(exc: Exception, code: int) -> int:
+    Console(stderr=True).print(f"[bold red]error:[/] {exc}", highlight=False, soft_wrap=True)
+    return code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before anything is started. Raises CannotServe naming it."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as exc:
+        raise CannotServe(
+            f"cannot listen on {host}:{port}: {exc.strerror or exc}. "
+            "Choose another port with --port, or 0 for a free one"
+        ) from exc
+    listening.setblocking(False)
+    return listening
+
+
+def _why(site: Site) -> str:
+    why = site.first.why
+    return f"from the journal: {why.from_id}" if why.from_id else "planned"
+
+
+def _command(site: Site) -> tuple[str, ...]:
+    return site.backend.launch(site.first.knobs, port=0, api_key="").shown()
+
+
+def _dry_run_dict(site: Site) -> dict[str, Any]:
+    accounts = site.predict(site.first.knobs)
+    if accounts is None:
+        return {"why": "an attached backend has no accounts of ours"}
+    return dry_run_json(
+        accounts=accounts,
+        card=site.card.info,
+        usable_bytes=site.usable_bytes,
+        knobs=site.first.knobs,
+        command=_command(site),
+        why=_why(site),
+        fits=accounts.total_bytes <= site.usable_bytes,
+    )
