@@ -110,7 +110,7 @@ def survey(settings: Settings, events: Events) -> Site:
     fingerprint = _fingerprint(card.info, backend, models)
     engine: EngineName = "vllm" if backend.name == "vllm" else "llama.cpp"
     recorder = Recorder(
-        journal=journal_of(settings.state.directory / "journal", card.info),
+        journal=journal_of(settings.state.directory, card.info),
         fingerprint=fingerprint,
         backend=backend,
         events=events,
