@@ -472,7 +472,8 @@ class Failure:
 
     @property
     def is_memory(self) -> bool:
-        return self.cause in MEMORY_CAUSES
+        """Whether a smaller configuration can help: not while others hold the memory that is missing."""
+        return self.cause in MEMORY_CAUSES and Cause.MEMORY_HELD_BY_OTHERS not in self.causes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,10 +97,14 @@ _AT_STAGE: dict[tuple[Stage, Cause], tuple[Rung, ...]] = {
     # An engine checks at start that one sequence of full length fits: fewer sequences cannot cure that.
     (Stage.LOAD, Cause.KV_DONT_FIT): (_C, _B, _Q, _G),
     (Stage.WARMUP, Cause.KV_DONT_FIT): (_C, _B, _Q, _G),
-    # Before the weights are in, batch and context have cost nothing yet.
-    (Stage.LOAD, Cause.ACTIVATION_PEAK): (_Q, _G),
-    (Stage.LOAD, Cause.HOST_RAM_OOM_KILLED): (_Q,),
-    (Stage.LOAD, Cause.SHARED_MEMORY_SPILL): (_Q, _G),
+    # The weights were loaded before: something else grew, so less of what grows helps too.
+    (Stage.INFERENCE, Cause.WEIGHTS_DONT_FIT): (_B, _C, _Q, _G),
+    (Stage.IDLE, Cause.WEIGHTS_DONT_FIT): (_B, _C, _Q, _G),
+    # Before the weights are in, batch and context have cost little yet.
+    (Stage.LOAD, Cause.ACTIVATION_PEAK): (_Q, _G, _B, _C),
+    # A kill tells no account: the KV cache may have been on its way in, under the loader's last line.
+    (Stage.LOAD, Cause.HOST_RAM_OOM_KILLED): (_Q, _B, _C),
+    (Stage.LOAD, Cause.SHARED_MEMORY_SPILL): (_Q, _G, _B, _C),
 }
 
 TABLE: dict[tuple[Stage, Cause], Route] = {
@@ -110,6 +114,15 @@ TABLE: dict[tuple[Stage, Cause], Route] = {
     for stage in Stage
     for cause in Cause
 }
+
+
+def as_markdown() -> str:
+    """The table for the documentation: a row a cause, a column a stage, then the advice."""
+    lines = [f"| cause | {' | '.join(Stage)} | what to do |", "|---" * (len(Stage) + 2) + "|"]
+    for cause in Cause:
+        cells = [" → ".join(TABLE[stage, cause].rungs) or "-" for stage in Stage]
+        lines.append(f"| `{cause}` | {' | '.join(cells)} | {ADVICE[cause]} |")
+    return "\n".join(lines)
 
 
 def route(stage: Stage, cause: Cause) -> Route:

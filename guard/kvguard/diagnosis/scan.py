@@ -100,7 +100,7 @@ class Scan:
         matched = said.rule
         if matched is None and not said.marks & {Mark.RECOVERY, Mark.HARMLESS}:
             matched, text = self._joined(text, line)
-        self._joinable = matched is None and not line.quiet
+        self._joinable = matched is None and not line.quiet and Mark.HARMLESS not in said.marks
         if Mark.HARMLESS not in said.marks:
             self._recent.append(text)
         if Mark.RECOVERY in said.marks and not (matched and matched.sticky):

@@ -10,6 +10,7 @@ from kvguard.diagnosis.milestones import Phase, phase_named, stage_of
 from kvguard.diagnosis.rule import Weight
 from kvguard.diagnosis.scan import Finding, Scan
 from kvguard.domain import MEMORY_CAUSES, MIB, Cause, Evidence, Failure, Stage
+from kvguard.domain import Phase as MemoryPhase
 from kvguard.remedies import advice_for
 
 _SIGKILL, _SIGTERM = 9, 15
@@ -93,7 +94,8 @@ def _1_kernel_killed_for_memory(evidence: Evidence, scan: Scan) -> Verdict | Non
 def _2_stopped_on_purpose(evidence: Evidence, scan: Scan) -> Verdict | None:
     """Someone asked it to stop, and it had not failed before."""
     signal = _signal(evidence)
-    told_to_stop = evidence.killed_by_us or bool(evidence.signal_sender)
+    hung = evidence.healthy is False or evidence.canary_ok is False
+    told_to_stop = bool(evidence.signal_sender) or (evidence.killed_by_us and not hung)
     by_signal = signal in (_SIGTERM, 2, 1)
     by_itself = scan.stopping and evidence.exit is not None and evidence.exit.code == 0 and not scan.effects
     if not (told_to_stop or by_signal or by_itself) or _best(scan, evidence) is not None:
@@ -154,8 +156,8 @@ def _6_child_killed(evidence: Evidence, scan: Scan) -> Verdict | None:
 
 def _of_signal(signal: int, quoted: str, evidence: Evidence) -> Verdict | None:
     if signal == _SIGKILL:
-        if evidence.signal_sender or evidence.killed_by_us:
-            return Verdict((Cause.BENIGN,), 0.7, (quoted,))
+        if evidence.killed_by_us:  # because it hung: the kill is ours, and tells nothing
+            return None
         if _counted_none(evidence):
             return Verdict(
                 (Cause.UNKNOWN, Cause.HOST_RAM_OOM_KILLED), 0.4, (quoted, "the kernel counted no oom_kill")
@@ -285,11 +287,13 @@ def _refined(finding: Finding, evidence: Evidence) -> tuple[Cause, ...]:
 
 
 def _with_others(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Name other processes beside the account that did not fit, when they hold what is missing."""
+    """Name other processes beside the account that did not fit, when they took what is missing.
+
+    What they held before our start was known when the configuration was chosen: only what came on top counts.
+    """
     held = evidence.card_used_by_others_bytes or 0
-    if held < _OTHERS_MATTER_BYTES or verdict.causes[0] not in MEMORY_CAUSES:
-        return verdict
-    if verdict.causes[0] is Cause.HOST_RAM_OOM_KILLED:
+    known = next((p.last_bytes for p in evidence.peaks if p.phase is MemoryPhase.BASELINE), 0)
+    if held - known < _OTHERS_MATTER_BYTES or verdict.causes[0] not in MEMORY_CAUSES:
         return verdict
     causes = _unique((verdict.causes[0], Cause.MEMORY_HELD_BY_OTHERS, *verdict.causes[1:]))
     said = f"other processes hold {held // MIB} MiB of the card"
