@@ -35,7 +35,7 @@ def run(model: Path, *arguments: str, port: int | None = None, limit: bool = Fal
 
     before: Callable[[], None] | None = limited if limit else None
     done = subprocess.run(
-        [f"{engine_path('llama.cpp')}/bin/llama-server", "-m", str(model), "--host", "127.0.0.1",
+        [engine_path("llama-server"), "-m", str(model), "--host", "127.0.0.1",
          "--port", str(port or free_port()), *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, check=False, preexec_fn=before,
     )  # fmt: skip

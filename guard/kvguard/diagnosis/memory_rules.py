@@ -34,6 +34,7 @@ ACCOUNTS: tuple[Rule, ...] = (
     rule(_K, r"Not enough memory.{0,40}--mem-fraction-static|(?:increase|raise) --mem-fraction-static|Not enough memory to handle .{0,40}(?:max_total_tokens|total tokens)|max_total_num_tokens\W{1,4}(?:0|-\d+)\b|decrease .?--max-(?:batch-)?total-tokens", stage=_WARM),
     rule(_K, r"Error in memory profiling", stage=_WARM, also=(_O,), sure=0.8),
     rule(_K, r"Free memory on device.{0,120}less than desired GPU memory utilization", stage=_LOAD, also=(_O, _W), sure=0.85),
+    rule(_K, r"failed to (?:initialize|create) (?:the )?context: .{0,40}bad_?alloc", stage=_WARM, also=(_H,), sure=0.8),
     # A pool that is full while requests run.
     rule(_K, r"(?:Decode|Prefill) out of memory\. Try to lower|No enough memory for decode|failed to retract|retract(?:ed)? .{0,40}(?:failed|not enough)", stage=_INF),
     rule(_K, r"KV cache is full|could not find a KV (?:cache )?slot|failed to find KV cache slot|KV cache pool is full|failed to find (?:a memory slot|free space in the KV cache|(?:\d+ )?available cells in kv cache)|llama_decode(?:\(\))?:? (?:returned|failed[^-]{0,20}) 1\b|failed to decode the batch, n_batch = \d+, ret = 1\b|Context size has been exceeded",

@@ -46,7 +46,7 @@ _TABLE: tuple[tuple[Phase, str], ...] = (
         Phase.LOADED,
         r"(?:Model loading|Loading model weights|Loading weights) took|Load weight end|Time spent loading weights|"
         r"KV (?:self|buffer) size|kv buffer size|llama_kv_cache(?:_unified|_init)?: size|creating (?:non-)?SWA KV cache|"
-        r"constructing llama_context|llama_(?:new_context_with_model|context): n_ctx\b|n_ubatch +=|"
+        r"constructing llama_context|llama_(?:new_context_with_model|context): n_ctx\w*|n_ubatch +=|"
         r"(?:GPU|CPU) KV cache size|# (?:GPU|CUDA|cuda|CPU) blocks|Available KV cache memory|Memory profiling|"
         r"Capturing (?:CUDA|the model|batches|cudagraphs)|Capture (?:cuda graph|CUDA graph) begin|torch\.compile takes|"
         r"KV Cache is allocated|Memory pool end|alloc_compute_meta|warming up the model|Warming up model|"
@@ -93,7 +93,7 @@ _FRAMES: tuple[tuple[str, str], ...] = (
         r"profile_run|determine_available_memory|determine_num_available_blocks|capture_model|_dummy_run|"
         r"_dummy_sampler_run|compile_or_warm_up_model|kernel_warmup|init_cuda_graphs|init_device_graphs|CudaGraphRunner|"
         r"capture_one_batch_size|warm_?up|estimate_max_batch|profile_cudagraph_memory|graph_reserve|sched_reserve|"
-        r"profile_num_available_blocks|run_warmup",
+        r"profile_num_available_blocks|llama_init_from_model|run_warmup",
     ),
     (
         "load",
