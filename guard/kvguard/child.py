@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvguard.ports import BackendError
 
 LONGEST_LINE_BYTES = 16 << 10
 GONE_TIMEOUT_S = 30.0
+PIDS_TTL_S = 1.0
 
 
 class SpawnError(BackendError):
@@ -35,6 +37,8 @@ class Child:
         self._gone = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.pid = 0
+        self._pids: tuple[int, ...] = ()
+        self._pids_at_s = float("-inf")
         self.limit_kind = "none"
         self.limit_reason = ""
         self.cgroup: Path | None = None
@@ -154,12 +158,16 @@ class Child:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def pids(self) -> Sequence[int]:
-        """The process and all that came of it."""
-        try:
-            process = psutil.Process(self.pid)
-            return (self.pid, *(child.pid for child in process.children(recursive=True)))
-        except psutil.Error:
-            return ()
+        """The process and all that came of it; looked up at most once a second: it reads all of /proc."""
+        now_s = time.monotonic()
+        if now_s - self._pids_at_s > PIDS_TTL_S:
+            self._pids_at_s = now_s
+            try:
+                children = psutil.Process(self.pid).children(recursive=True)
+                self._pids = (self.pid, *(child.pid for child in children))
+            except psutil.Error:
+                self._pids = ()
+        return self._pids
 
     def cpu_s(self) -> float:
         """Processor time so far; 0 when it has ended."""

@@ -168,7 +168,9 @@ class Life:
             on_line=self._on_line,
         )
         card = self._settings.card_of(self._child)
-        self._meter = Meter(card, interval_s=self._settings.sample_interval_s, own_pids=self._child.pids)
+        # a cgroup counts by itself; walking the process tree 20 times a second is not free
+        own_pids = (lambda: ()) if card.info.kind == "cgroup" else self._child.pids
+        self._meter = Meter(card, interval_s=self._settings.sample_interval_s, own_pids=own_pids)
         self.others_bytes = _held_by_others(card, self._child)
         await self._meter.start()
         self._meter.phase(Phase.LOADING)

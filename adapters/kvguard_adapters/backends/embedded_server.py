@@ -65,6 +65,9 @@ def _params(arguments: argparse.Namespace) -> Any:
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_NONE
     params.fit_params = arguments.fit == "on"
     params.verbosity = arguments.verbosity
+    threads = os.environ.get("LLAMA_ARG_THREADS")  # as llama-server reads it
+    if threads:
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(threads)
     params.warmup = arguments.warmup
     params.endpoint_metrics = True
     params.ui = False
