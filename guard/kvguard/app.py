@@ -34,6 +34,7 @@ from kvguard.diagnosis import diagnose
 from kvguard.domain import Accounts, CardInfo, Endpoint, Knobs, Refusal, Rung, Snapshot, State
 from kvguard.events import Events
 from kvguard.journal import journal_of
+from kvguard.leftovers import sweep
 from kvguard.life import BackendLife, Life, LifeSettings
 from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
@@ -514,6 +515,8 @@ def serve(settings: Settings) -> int:
     except (AuthError, CannotServe, OSError) as exc:
         return _complain(exc, 2 if isinstance(exc, AuthError) else 1)
     with contextlib.closing(listening):
+        for pid in sweep(settings.state.directory / "run"):
+            events.publish("leftover_killed", pid=pid)
         site = _surveyed(settings, events)
         if site is None:
             return 1

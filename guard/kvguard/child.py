@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from kvguard import warden
+from kvguard import leftovers, warden
 from kvguard.domain import ExitStatus, Launch
 from kvguard.ports import BackendError
 
@@ -37,6 +37,7 @@ class Child:
         self._gone = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.pid = 0
+        self._note: Path | None = None
         self._pids: tuple[int, ...] = ()
         self._pids_at_s = float("-inf")
         self.limit_kind = "none"
@@ -54,7 +55,6 @@ class Child:
         cwd: Path | None = None,
     ) -> Child:
         """Start `launch` under a warden. Raises SpawnError."""
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         output, write_end = os.pipe()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -86,6 +86,7 @@ class Child:
         child.limit_kind = first["limit_kind"]
         child.limit_reason = first["reason"]
         child.cgroup = Path(first["cgroup"]) if first["cgroup"] else None
+        child._note = await asyncio.to_thread(leftovers.note, run_dir, child.pid, child.cgroup)
         reader = asyncio.create_task(child._read_output(output), name="backend-output")
         child._tasks = [reader, asyncio.create_task(child._read_reports(reader), name="backend-reports")]
         return child
@@ -154,6 +155,8 @@ class Child:
         """Wait until every process of it is reaped and its cgroup removed."""
         await asyncio.wait_for(self._gone.wait(), GONE_TIMEOUT_S)
         await self._warden.wait()
+        if self._note is not None:
+            await asyncio.to_thread(self._note.unlink, missing_ok=True)
         self._tasks[0].cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
