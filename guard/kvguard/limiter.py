@@ -470,6 +470,9 @@ class Limiter:
     def _try(self, ticket: Ticket) -> bool:
         """Start a waiting request if the policy lets it. True if it is not in the queue any more."""
         waiting = self._waiting[ticket.id]
+        if waiting.answer.done():  # its task was cancelled a moment ago, and has not come to say so yet
+            self._leave(waiting)
+            return True
         now_s = self._clock()
         decision = self._policy.decide(ticket.demand, ticket.key, now_s=now_s)
         if decision.verdict is Verdict.WAIT:
@@ -498,10 +501,7 @@ class Limiter:
         self._leases[lease.id] = lease
         self._policy.admit(lease.id, ticket.demand, ticket.key)
         self._counts.started += 1
-        if not waiting.answer.done():
-            waiting.answer.set_result(lease)
-        else:  # its task was cancelled a moment ago and has not come to say so yet
-            lease.release(Ending.CANCELLED, 0)
+        waiting.answer.set_result(lease)
 
     # ------------------------------------------------------------ taking back
 

@@ -5,7 +5,7 @@ steps until it ends. Decode is in lock step, so t steps from now it holds s(t) =
 still runs, else nothing. Two bounds on the sum over all requests:
 
     sure    D(t) = sum s(t) [t < r]                     holds whatever the lengths turn out to be
-    likely  P(t) = sum s S+ + z sqrt(sum s^2 S+ (1 - S+)),  S+ from `survival`: wrong about once in a thousand
+    likely  P(t) = quantile of a sum of independent s with chance S+ each, S+ from `survival`
 
 A request is admitted if with it min(D(t), P(t)) stays within the pool at all t. Until there is evidence S+ is
 1 and both are the same: the sure bound, which is never above reserving every maximum. `feedback` scales P by
@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvguard.domain import Capacity, Decision, Demand, Ending, EngineSample, Work
-from kvguard_policies.admission.book import BEFORE, Book, Entry, Outlook
+from kvguard_policies.admission.book import Book, Entry, Outlook, quantile
 from kvguard_policies.admission.feedback import Feedback
 from kvguard_policies.admission.ledger import Held, Ledger
 from kvguard_policies.admission.pricing import Price
@@ -28,9 +28,6 @@ from kvguard_policies.admission.survival import AHEAD, Follow, Survival, labels
 Z = 3.1
 Z_FAILS_ALL = 4.0
 SPARE_SHARE = 0.02
-UNSEEN_TOKENS = 2
-"""Tokens that a sequence may hold beyond those that were seen: the one in the making, and one on its way."""
-
 TAKE_BACK_STEPS = 8
 """Steps that an engine goes on for until it notices that a request was cancelled."""
 
@@ -75,7 +72,7 @@ class Adaptive(Ledger):
         if braked:  # 3
             return self.wait(braked, round(self._peak_tokens))
         entry = self._entry_of_new(priced, demand, key)
-        peak_tokens = self._peak(self._current(), entry)
+        peak_tokens = self._peak(self._current().plus(entry, self._survival.rows))
         if peak_tokens <= self.capacity.pool_tokens * (1 - self._spare_share):  # 4
             return self.go("likely_fits", round(peak_tokens))
         sure_tokens = self._running.lockstep_peak(self.capacity.block_tokens - 1, entry)
@@ -83,20 +80,12 @@ class Adaptive(Ledger):
             return self.go("surely_fits", round(sure_tokens))
         return self.wait("pool_full", round(peak_tokens))
 
-    def _peak(self, outlook: Outlook, extra: Entry | None = None) -> float:
-        """max over t of min(D(t), P(t)), with one more request if there is one."""
-        mean, variance, sure, count = outlook.mean, outlook.variance, outlook.sure, outlook.count
-        if extra is not None:
-            ahead, before = AHEAD[: self._columns], BEFORE[: self._columns]
-            held = np.minimum(ahead, np.float32(extra.growth)) + np.float32(extra.now)
-            chance = self._survival.rows[extra.row, : self._columns] * (extra.steps > ahead)
-            begun = (extra.steps > before).astype(np.float32)
-            share = held * chance
-            mean, variance = mean + share, variance + share * (held - share)
-            sure, count = sure + held * begun, count + begun
+    def _peak(self, outlook: Outlook) -> float:
+        """max over t of min(D(t), P(t)). Rounding to blocks adds a block at most, half of one mostly."""
         block = self.capacity.block_tokens - 1
-        likely = mean + 0.5 * block * count + self._feedback.z * np.sqrt(np.maximum(variance, 0.0))
-        return float(np.minimum(sure + block * count, self._feedback.ratio * likely).max())
+        likely = quantile(outlook.mean, outlook.variance, outlook.third, self._feedback.z)
+        likely += 0.5 * block * outlook.count
+        return float(np.minimum(outlook.sure + block * outlook.count, self._feedback.ratio * likely).max())
 
     def _current(self) -> Outlook:
         if self._outlook is None:
@@ -139,16 +128,19 @@ class Adaptive(Ledger):
             self._put(lease_id, self.held[lease_id])
 
     def progress(self, lease_id: int, new_tokens: int) -> None:
-        super().progress(lease_id, new_tokens)
         held = self.held.get(lease_id)
-        if held is None:
+        if held is None or new_tokens <= held.new_tokens:
             return
-        if held.new_tokens:
-            self._has_started(lease_id, held)
+        by_tokens = held.advance(new_tokens)
         follow = self._follows.get(lease_id)
-        if follow is not None:
-            self._survival.reached(follow, held.new_tokens)
-        self._put(lease_id, held)
+        if follow is None or not held.counted:
+            return
+        if lease_id in self._lags:
+            self._has_started(lease_id, held)
+            self._put(lease_id, held)
+        self._survival.reached(follow, held.new_tokens)
+        self._running.advance(lease_id, held.new_tokens, by_tokens, self._survival.row_at(follow))
+        self._outlook = None
 
     def drain(self, lease_id: int) -> None:
         super().drain(lease_id)
@@ -181,7 +173,7 @@ class Adaptive(Ledger):
             self._exceeded += sample.kv_used_tokens > max(self._peak_tokens, self._running.now_tokens)
         self._feedback.observe(
             sample,
-            booked_tokens=self._running.now_tokens,
+            booked_tokens=0 if self._unstarted_tokens else self._running.now_tokens,
             pool_tokens=pool_tokens,
             peak_share=self._peak_tokens / pool_tokens,
         )
@@ -231,7 +223,7 @@ class Adaptive(Ledger):
         if demand.counted and priced.sequences == 1:
             index = self._survival.index_for(labels(demand.route, demand.max_new_tokens, key))
             row = self._survival.row_of(index, 0, lag)
-        return _entry(priced, new_tokens=0, lag=lag, row=row, counted=demand.counted)
+        return _entry(priced, new_tokens=0, lag=lag, row=row)
 
     def _put(self, lease_id: int, held: Held) -> None:
         follow = self._follows.get(lease_id)
@@ -239,20 +231,21 @@ class Adaptive(Ledger):
         row = CERTAIN_ROW
         if follow is not None and held.counted:
             row = self._survival.row_of(follow.index, held.new_tokens, lag)
-        self._running.put(
-            lease_id, _entry(held.price, new_tokens=held.new_tokens, lag=lag, row=row, counted=held.counted)
-        )
+        self._running.put(lease_id, _entry(held.price, new_tokens=held.new_tokens, lag=lag, row=row))
         self._outlook = None
 
 
-def _entry(priced: Price, *, new_tokens: int, lag: int, row: int, counted: bool) -> Entry:
-    n, most = priced.sequences, priced.new_tokens
-    if not counted or n > 1:
-        return Entry(now=n * (priced.prompt_tokens + most), growth=0.0, steps=most + lag + 1, row=CERTAIN_ROW)
-    seen = min(most, new_tokens + UNSEEN_TOKENS)
+def _entry(priced: Price, *, new_tokens: int, lag: int, row: int) -> Entry:
+    prompt_tokens, most_tokens, n = priced.prompt_tokens, priced.new_tokens, priced.sequences
+    if row == CERTAIN_ROW:
+        return Entry(
+            fixed_tokens=n * (prompt_tokens + most_tokens), most_tokens=0, new_tokens=0,
+            extra_steps=most_tokens + lag + 1, row=row,
+        )  # fmt: skip
     return Entry(
-        now=priced.prompt_tokens + seen,
-        growth=most - seen,
-        steps=most - new_tokens + lag + 1,
+        fixed_tokens=prompt_tokens,
+        most_tokens=most_tokens,
+        new_tokens=new_tokens,
+        extra_steps=lag + 1,
         row=row,
     )

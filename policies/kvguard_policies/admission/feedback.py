@@ -7,7 +7,7 @@ from kvguard.domain import EngineSample
 STALE_S = 2.0
 TRUST_LOW_AFTER_SAMPLES = 200
 LEAST_RATIO = 0.5
-RATIO_WEIGHT = 0.05
+RISE_WEIGHT, FALL_WEIGHT = 0.2, 0.01
 LEAST_SHARE = 0.05
 BRAKE_SHARE = 0.97
 BRAKE_STEPS = 16
@@ -52,7 +52,11 @@ class Feedback:
     def observe(
         self, sample: EngineSample, *, booked_tokens: float, pool_tokens: int, peak_share: float
     ) -> None:
-        """Take a reading. `peak_share` is the predicted peak over the pool."""
+        """Take a reading. `peak_share` is the predicted peak over the pool.
+
+        `booked_tokens` is 0 where the books cannot be compared: a prompt that is booked in full and prefilled
+        in part would look like sharing.
+        """
         before, self._last = self._last, sample
         events = _sum(sample.preemptions_total, sample.overflows_total)
         fresh = 0 if events is None or self._events is None else events - self._events
@@ -64,7 +68,8 @@ class Feedback:
             elapsed_s = max(0.0, sample.at_s - before.at_s)
             self.z = max(self._least_z, self.z - Z_FALL_PER_S * min(elapsed_s, STALE_S))
         if sample.kv_used_tokens is not None and booked_tokens >= LEAST_SHARE * pool_tokens:
-            self._ratio += RATIO_WEIGHT * (sample.kv_used_tokens / booked_tokens - self._ratio)
+            gap = sample.kv_used_tokens / booked_tokens - self._ratio
+            self._ratio += (RISE_WEIGHT if gap > 0 else FALL_WEIGHT) * gap
             self._readings += 1
 
     def brake(self, now_s: float, *, sequences: int, pool_tokens: int) -> str:

@@ -19,6 +19,12 @@ class Held:
     counted: bool
     new_tokens: int = 0
 
+    def advance(self, new_tokens: int) -> int:
+        """Note how far it has come; returns the tokens since last time."""
+        before = self.new_tokens
+        self.new_tokens = min(max(before, new_tokens), self.price.new_tokens)
+        return self.new_tokens - before
+
     @property
     def steps_left(self) -> int:
         """The most steps until it has ended."""
@@ -151,7 +157,7 @@ class Ledger:
     def progress(self, lease_id: int, new_tokens: int) -> None:
         held = self.held.get(lease_id)
         if held is not None:
-            held.new_tokens = min(max(held.new_tokens, new_tokens), held.price.new_tokens)
+            held.advance(new_tokens)
 
     def drain(self, lease_id: int) -> None:
         held = self.held.get(lease_id)

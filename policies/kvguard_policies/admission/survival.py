@@ -4,8 +4,9 @@ Learning from finished requests alone is biased short, since the long ones have 
 request counts as *at risk* in every bin of length that it enters, and as an *event* only in the bin where
 the model stopped by itself; one that still runs, was cancelled or was cut off at its maximum is censored
 (Kaplan & Meier 1958). Greenwood's variance gives an upper curve: an error of the curve is shared by all
-requests and is not averaged away. One imagined request that never ends is at risk in every bin, so that
-"no data" reads "runs to its maximum".
+requests and is not averaged away. One imagined request is at risk in every bin. Until enough was seen it
+never ends, so that "no data" reads "runs to its maximum"; then it follows Pareto's law, so that beyond the
+longest that was seen each doubling is reached by half.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
 
 LINEAR_TOKENS = 16
 BINS_PER_OCTAVE = 8
@@ -38,7 +39,7 @@ EDGES = np.unique(
 ).astype(np.int64)
 """Lengths at which bins begin, in tokens."""
 
-AHEAD = np.unique(np.round(np.geomspace(1, LARGEST_TOKENS, 48))).astype(np.float32)
+AHEAD = np.unique(np.round(np.geomspace(4, LARGEST_TOKENS, 38))).astype(np.float32)
 """Steps ahead at which curves are tabulated."""
 
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -46,6 +47,9 @@ LAGS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 MIN_EVENTS = 48
 """Finished requests from which a class has a curve of its own."""
+
+TAIL_HAZARD = 1 - 2 ** (-1 / BINS_PER_OCTAVE)
+"""Chance that the imagined request ends in a bin: half of those like it reach twice their length."""
 
 HALF_LIFE_EVENTS = 2000
 FORGET_EVERY = 64
@@ -101,8 +105,9 @@ class Curve:
         """
         self.tabulated_at = self.finished
         at_risk = np.maximum(self.at_risk, self.events) + 1.0
-        log_survival = np.concatenate([[0.0], np.cumsum(np.log1p(-self.events / at_risk))])
-        variance = np.concatenate([[0.0], np.cumsum(self.events / (at_risk * (at_risk - self.events)))])
+        events = self.events + (TAIL_HAZARD if self.finished >= MIN_EVENTS else 0.0)
+        log_survival = np.concatenate([[0.0], np.cumsum(np.log1p(-events / at_risk))])
+        variance = np.concatenate([[0.0], np.cumsum(events / (at_risk * (at_risk - events)))])
         ends = np.append(EDGES, LARGEST_TOKENS).astype(np.float64)
         begins = np.concatenate([EDGES, np.zeros(len(LAGS))])[:, None]
         lags = np.concatenate([np.zeros(len(EDGES)), LAGS])[:, None]
@@ -122,7 +127,8 @@ class Follow:
 
     curves: tuple[Curve, ...]
     index: int
-    bin: int
+    bin: int = 0
+    next_tokens: int = 1  # where the next bin begins
 
 
 class Survival:
@@ -143,6 +149,10 @@ class Survival:
         at = next((i for i, steps in enumerate(LAGS) if steps >= lag), len(LAGS) - 1)
         return 1 + index * ROWS + len(EDGES) + at
 
+    def row_at(self, follow: Follow) -> int:
+        """Row of a followed request that has tokens."""
+        return 1 + follow.index * ROWS + follow.bin
+
     def index_for(self, of: Sequence[Label]) -> int:
         """The narrowest class that has seen enough."""
         for label in reversed(of):
@@ -158,11 +168,14 @@ class Survival:
         curves = tuple(self._curve(label) for label in of if self._has_room(label))
         for curve in curves:
             curve.at_risk[0] += 1
-        return Follow(curves=curves, index=self.index_for(of), bin=0)
+        return Follow(curves=curves, index=self.index_for(of))
 
     def reached(self, follow: Follow, new_tokens: int) -> None:
         """It has come so far: it is at risk in all bins up to there."""
+        if new_tokens < follow.next_tokens:
+            return
         at = bin_of(new_tokens)
+        follow.next_tokens = _next_edge(at)
         if at > follow.bin:
             for curve in follow.curves:
                 curve.at_risk[follow.bin + 1 : at + 1] += 1
@@ -220,6 +233,10 @@ class Survival:
     def _tabulate(self, curve: Curve) -> None:
         begin = 1 + curve.index * ROWS
         self.rows[begin : begin + ROWS] = curve.tabulate(self._z_curve)
+
+
+def _next_edge(at: int) -> int:
+    return int(EDGES[at + 1]) if at + 1 < len(EDGES) else LARGEST_TOKENS
 
 
 def _sparse(curve: Curve) -> Mapping[str, Mapping[str, float]]:
