@@ -155,7 +155,7 @@ async def raw_post(stack: Stack, path: str, body: bytes, **headers: str) -> tupl
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the event loop turn until a condition holds that nothing signals."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(200):
         while not condition():  # noqa: ASYNC110 there is no event to wait for
             await asyncio.sleep(0.005)
 
