@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -11,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvguard.domain import MIB, Endpoint, Knobs, PoolKind, Variant
+from kvguard.domain import MIB, AccountName, Endpoint, Knobs, PoolKind, Variant
 from kvguard.ports import Backend
 from kvguard_adapters.backends import Options, find_backend
-from tiny_gguf import write_tiny_llama
+from tiny_gguf import CHAT_TEMPLATE, MERGES, SPECIALS, byte_tokens, write_tiny_llama
 
 KEY = "key-that-no-log-may-show"
 MODEL_NAME = "tiny"
@@ -132,15 +133,22 @@ def running(backend: Backend, knobs: Knobs, **more: Any) -> Iterator[EngineProce
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An adapter under contract, and what is special about it."""
+    """An adapter under contract, and what is special about its engine.
+
+    long_answer  makes it generate to max_tokens
+    prints       the accounts that it prints where there is no GPU
+    many_prompts whether one request may hold several, or token ids
+    """
 
     name: str
     backend: Backend
     knobs: Knobs
-    kv_bytes_per_token: int
+    kv_bytes: int
     broken_model: str
+    kind: str = "llama-server"
     long_answer: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
-    options: Options = field(default_factory=Options)
+    prints: frozenset[AccountName] = frozenset({"weights", "kv", "overhead"})
+    many_prompts: bool = True
 
 
 def tiny_gguf(folder: Path) -> Path:
@@ -164,11 +172,83 @@ def llama_case(name: str, folder: Path) -> Case:
     broken = folder / "broken.gguf"
     broken.write_bytes(tiny_gguf(folder).read_bytes()[:20_000])
     binary = engine_path("llama-server") if name == "llama-server" else ""
-    backend = find_backend(name, Options(model_name=MODEL_NAME), llama_server=binary)  # type: ignore[arg-type]
+    knobs = llama_knobs(folder / "tiny.gguf")
     return Case(
         name=name,
-        backend=backend,
-        knobs=llama_knobs(folder / "tiny.gguf"),
-        kv_bytes_per_token=TINY_KV_BYTES_PER_TOKEN,
+        backend=find_backend(name, Options(model_name=MODEL_NAME), llama_server=binary),  # type: ignore[arg-type]
+        knobs=knobs,
+        kv_bytes=knobs.pool_tokens * TINY_KV_BYTES_PER_TOKEN,
         broken_model=str(broken),
     )
+
+
+def llama_cpp_python_case(folder: Path) -> Case:
+    python = engine_path("llama-cpp-python")
+    case = llama_case("embedded", folder)
+    knobs = replace(case.knobs, batch=1, pool_tokens=case.knobs.ctx_tokens)
+    end_of_text = len(byte_tokens()) + len(MERGES) + SPECIALS.index("<|im_end|>")
+    return replace(
+        case,
+        name="llama-cpp-python",
+        backend=find_backend("llama-cpp-python", Options(model_name=MODEL_NAME), llama_cpp_python=python),
+        knobs=knobs,
+        kv_bytes=knobs.pool_tokens * TINY_KV_BYTES_PER_TOKEN,
+        kind="openai",
+        long_answer={"logit_bias": {str(end_of_text): -100}},
+        many_prompts=False,
+    )
+
+
+VLLM_BLOCK_TOKENS = 128
+VLLM_KV_BYTES_PER_TOKEN = 2 * 4 * 4 * 32 * 2
+
+
+def vllm_pool_bytes(knobs: Knobs) -> int:
+    """One block is never handed out."""
+    blocks = -(-knobs.pool_tokens // VLLM_BLOCK_TOKENS) + 1
+    return blocks * VLLM_BLOCK_TOKENS * VLLM_KV_BYTES_PER_TOKEN
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    """A Llama without weights (`--load-format dummy` draws them), its tokenizer and a chat template."""
+    spec = importlib.util.spec_from_file_location("engines", ENGINES_SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    engines = importlib.util.module_from_spec(spec)
+    sys.modules["engines"] = engines
+    spec.loader.exec_module(engines)
+    engines.write_tiny_llama(folder / "tiny-checkpoint")
+    (folder / "tiny-checkpoint" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder / "tiny-checkpoint"
+
+
+def vllm_case(folder: Path) -> Case:
+    python = engine_path("vllm-python")
+    (folder / "empty").mkdir()
+    knobs = Knobs(
+        batch=2,
+        ctx_tokens=2048,
+        pool_tokens=3072,
+        pool_kind=PoolKind.UNIFIED,
+        quant=Variant(kind="checkpoint", source=str(tiny_checkpoint(folder)), bits=16),
+        prefill_tokens=256,
+    )
+    extra = ("--load-format", "dummy", "--enforce-eager")
+    options = Options(model_name=MODEL_NAME, extra_args=extra, pool_bytes=vllm_pool_bytes)
+    return Case(
+        name="vllm",
+        backend=find_backend("vllm", options, vllm_python=python),
+        knobs=knobs,
+        kv_bytes=vllm_pool_bytes(knobs),
+        broken_model=str(folder / "empty"),
+        kind="vllm",
+        prints=frozenset({"kv"}),
+    )
+
+
+def make_case(name: str, folder: Path) -> Case:
+    if name == "vllm":
+        return vllm_case(folder)
+    if name == "llama-cpp-python":
+        return llama_cpp_python_case(folder)
+    return llama_case(name, folder)

@@ -16,9 +16,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from backend_fixtures import KEY, MODEL_NAME, Case, EngineProcess, llama_case, running
-from kvguard.domain import Endpoint, PoolKind, Rung
+from backend_fixtures import KEY, MODEL_NAME, Case, EngineProcess, free_port, make_case, running
+from kvguard.domain import Endpoint, EngineSample, PoolKind, Rung
 from kvguard.ports import BackendError, Engine, NotReady
+from kvguard_adapters.backends import find_backend
+from kvguard_adapters.backends.attach import Attach
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -26,10 +28,10 @@ MARKER = "XyzzyMarker"
 MILESTONES = ("weights_loading", "weights_loaded", "kv_allocated", "warmup", "ready")
 
 
-@pytest.fixture(scope="module", params=["embedded", "llama-server"])
+@pytest.fixture(scope="module", params=["embedded", "llama-server", "llama-cpp-python", "vllm"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder: Path = tmp_path_factory.mktemp(request.param)
-    return llama_case(request.param, folder)
+    return make_case(request.param, folder)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +64,11 @@ async def ask(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> d
         return answer  # type: ignore[no-any-return]
 
 
-async def settled(engine: Engine, running: int) -> None:
+async def settled(engine: Engine, running: int) -> EngineSample:
     """Wait until the engine itself says that so many requests run."""
-    while (await engine.sample()).running != running:
+    while (sample := await engine.sample()).running != running:
         pass
+    return sample
 
 
 # ---------------------------------------------------------------- before the start
@@ -124,14 +127,11 @@ async def test_capacity_is_what_the_knobs_asked_for(
     assert capacity.overflow == case.backend.capabilities.overflow
 
 
-async def test_printed_kv_is_the_formula(case: Case, process: EngineProcess, engine: Engine) -> None:
+def test_printed_kv_is_the_formula(case: Case, process: EngineProcess) -> None:
     accounts = case.backend.measured(process.lines)
     assert accounts is not None
-    capacity = await engine.capacity(case.knobs, process.lines)
-    exact = capacity.pool_tokens * case.kv_bytes_per_token
-    assert accounts.kv_bytes == pytest.approx(exact, abs=8192)  # the log rounds to 0.01 MiB
-    assert accounts.weights_bytes > 0
-    assert accounts.overhead_bytes > 0
+    assert accounts.kv_bytes == pytest.approx(case.kv_bytes, abs=8192)  # the log rounds to 0.01 MiB
+    assert {entry.account for entry in accounts.entries if entry.size_bytes} == case.prints
 
 
 def test_dry_run_tells_the_same_as_the_start(case: Case, process: EngineProcess) -> None:
@@ -187,9 +187,11 @@ async def test_chat_count_is_what_the_engine_prefills(
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: str(prompt)[:20])
 async def test_prompt_count_is_what_the_engine_prefills(
-    engine: Engine, http: aiohttp.ClientSession, prompt: Any
+    case: Case, engine: Engine, http: aiohttp.ClientSession, prompt: Any
 ) -> None:
     """The longest of several prompts, each of which is asked alone."""
+    if isinstance(prompt, list) and not case.many_prompts:
+        pytest.skip("this server takes one text a request")
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     used = []
     for one in prompt if several else [prompt]:
@@ -215,8 +217,7 @@ async def test_a_stream_is_seen_running_and_gone_when_cancelled(
     body = {"model": MODEL_NAME, "prompt": "Go", "max_tokens": 1900, "stream": True, **case.long_answer}
     async with http.post("/v1/completions", json=body) as response:
         await response.content.readany()
-        sample = await engine.sample()
-        assert sample.running == 1
+        sample = await settled(engine, 1)
         if case.backend.capabilities.reports_kv_usage:
             assert sample.kv_used_tokens
         if case.backend.capabilities.reports_slots:
@@ -264,6 +265,40 @@ async def test_prompts_and_keys_never_pass_the_log_filter(
     shown = [text for line in process.lines if (text := log_filter(line))]
     assert shown
     assert not any(MARKER in line or KEY in line for line in shown)
+
+
+# ---------------------------------------------------------------- attached to from outside
+
+
+async def test_attached_it_is_recognised_and_tells_the_same(
+    case: Case, process: EngineProcess, engine: Engine
+) -> None:
+    backend = find_backend("attach", attach=f"{process.endpoint.base_url}/v1")
+    assert isinstance(backend, Attach)
+    assert backend.url == process.endpoint.base_url
+    client = backend.connect(process.endpoint)
+    assert await client.healthy()
+    assert backend.kind == case.kind
+    assert await client.model_names() == await engine.model_names()
+    assert (await client.sample()).at_s > 0
+    own = await engine.capacity(case.knobs, process.lines)
+    seen = await client.capacity(case.knobs, ())
+    assert seen.ctx_tokens == own.ctx_tokens
+    assert seen.pool_tokens == own.pool_tokens
+    if case.kind != "openai":
+        assert await client.count_tokens("/v1/chat/completions", CHATS[0]) == await engine.count_tokens(
+            "/v1/chat/completions", CHATS[0]
+        )
+    await client.close()
+
+
+async def test_attached_to_nothing_it_is_not_healthy() -> None:
+    backend = find_backend("attach", attach=f"http://127.0.0.1:{free_port()}")
+    client = backend.connect(Endpoint(base_url=backend.url))  # type: ignore[attr-defined]
+    assert not await client.healthy()
+    with pytest.raises(NotReady):
+        await client.sample()
+    await client.close()
 
 
 # ---------------------------------------------------------------- ends

@@ -7,13 +7,17 @@ from typing import Literal
 
 from kvguard.ports import Backend, BackendError
 from kvguard_adapters.backends import embedded
+from kvguard_adapters.backends.attach import Attach
 from kvguard_adapters.backends.embedded import Embedded
+from kvguard_adapters.backends.llama_cpp_python import LlamaCppPython
 from kvguard_adapters.backends.llama_server import LlamaServer, find_llama_server
 from kvguard_adapters.backends.options import Options
+from kvguard_adapters.backends.vllm import Vllm, memory_share
+from kvguard_adapters.backends.vllm_python import find_vllm
 
 Kind = Literal["auto", "llama-server", "embedded", "llama-cpp-python", "vllm", "attach"]
 
-__all__ = ["Kind", "Options", "find_backend"]
+__all__ = ["Kind", "Options", "find_backend", "memory_share"]
 
 
 def find_backend(
@@ -36,7 +40,13 @@ def find_backend(
             return LlamaServer(find_llama_server(llama_server), options)
         case "embedded":
             return Embedded(options)
-        case _:
+        case "llama-cpp-python":
+            return LlamaCppPython(llama_cpp_python, options)
+        case "vllm":
+            return Vllm(find_vllm(vllm_python), options)
+        case "attach":
+            return Attach(attach)
+        case "auto":
             return _default(options, llama_server)
 
 

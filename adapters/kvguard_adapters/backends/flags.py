@@ -27,6 +27,11 @@ class Flags:
         self._spellings = spellings
 
     @classmethod
+    def of_spellings(cls, flags: Iterable[Iterable[str]]) -> Flags:
+        groups = [frozenset(names) for names in flags]
+        return cls({name: names for names in groups for name in names})
+
+    @classmethod
     def of_help(cls, text: str) -> Flags:
         """Read a `--help` text: a line that starts with a dash names all spellings of one flag."""
         spellings: dict[str, frozenset[str]] = {}
@@ -40,13 +45,15 @@ class Flags:
     def knows(self, flag: str) -> bool:
         return flag in self._spellings
 
-    def arguments(self, options: Iterable[Option], extra: Sequence[str]) -> list[str]:
-        """Spell the options; whatever the user set in `extra` is left to him."""
+    def arguments(
+        self, options: Iterable[Option], extra: Sequence[str], pinned: frozenset[str] = frozenset()
+    ) -> list[str]:
+        """Spell the options; whatever the user set in `extra`, or a knob that it pins, is left to him."""
         given = _flags_in(extra)
         return [
             word
             for option in options
-            if not self._given(option, given)
+            if option.knob not in pinned and not self._given(option, given)
             for word in next((a for a in option.alternatives if self.knows(a[0])), ())
         ]
 

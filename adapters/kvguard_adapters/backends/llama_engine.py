@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from kvguard.domain import Capacity, Endpoint, EngineSample, Knobs, PoolKind
-from kvguard.ports import BackendError, ProtocolError
-from kvguard_adapters.backends.http import EngineHttp
+from kvguard.ports import BackendError
+from kvguard_adapters.backends import prometheus
+from kvguard_adapters.backends.http import Answered, EngineHttp
 from kvguard_adapters.backends.llama_log import printed_sizes
 from kvguard_adapters.tokenizers.backend_http import LlamaTokenCounter
 
@@ -20,9 +21,17 @@ POLL_TIMEOUT_S = 2.0
 START_TIMEOUT_S = 30.0
 
 
+class _Generation(msgspec.Struct):
+    n_ctx: int
+
+
+class _Props(msgspec.Struct):
+    total_slots: int
+    default_generation_settings: _Generation
+
+
 class _Slot(msgspec.Struct):
     id: int
-    n_ctx: int
     is_processing: bool = False
     n_prompt_tokens: int = 0  # cells that it holds: prompt tokens done so far, and new ones
 
@@ -53,26 +62,22 @@ class LlamaEngine:
         return True
 
     async def capacity(self, knobs: Knobs, log_lines: Sequence[str]) -> Capacity:
-        """Slots from `/slots`; the pool, which no endpoint tells, from the log.
+        """Slots from `/props`; the pool, which no endpoint tells, from the log.
 
         Without a log it is taken for one slot's context, the least it can be, unless the knobs know more.
         """
-        slots = await self._slots(START_TIMEOUT_S)
-        if not slots:
-            raise ProtocolError("/slots shows no slot")
+        props: _Props = await self._http.get("/props", _Props, timeout_s=START_TIMEOUT_S)
+        slots, slot_ctx = props.total_slots, props.default_generation_settings.n_ctx
         printed = printed_sizes(log_lines)
-        slot_ctx = min(slot.n_ctx for slot in slots)
         unified = knobs.pool_kind is PoolKind.UNIFIED if printed.unified is None else printed.unified
-        known = printed.n_ctx or (knobs.pool_tokens if unified else slot_ctx * len(slots))
-        batch = printed.n_batch or knobs.prefill_tokens
-        ctx = min(slot_ctx, knobs.prefill_tokens) if self._embedding else slot_ctx
+        pool = printed.n_ctx or (knobs.pool_tokens if unified else slot_ctx * slots)
         return Capacity(
-            pool_tokens=max(known, slot_ctx),
-            ctx_tokens=ctx,
-            sequences=len(slots),
+            pool_tokens=max(pool, slot_ctx),
+            ctx_tokens=min(slot_ctx, knobs.prefill_tokens) if self._embedding else slot_ctx,
+            sequences=slots,
             pool_kind=PoolKind.UNIFIED if unified else PoolKind.SPLIT,
             overflow="fails_all",
-            prefill_tokens=batch,
+            prefill_tokens=printed.n_batch or knobs.prefill_tokens,
         )
 
     async def sample(self) -> EngineSample:
@@ -99,7 +104,12 @@ class LlamaEngine:
         await self._http.close()
 
     async def _look(self) -> EngineSample:
-        slots = await self._slots(POLL_TIMEOUT_S)
+        try:
+            slots: list[_Slot] = await self._http.get("/slots", list[_Slot], timeout_s=POLL_TIMEOUT_S)
+        except Answered as answer:
+            if answer.status not in (404, 501):
+                raise
+            return await self._look_without_slots()
         busy = [slot for slot in slots if slot.is_processing]
         return EngineSample(
             at_s=time.monotonic(),
@@ -108,6 +118,13 @@ class LlamaEngine:
             busy_slots=frozenset(slot.id for slot in busy),
         )
 
-    async def _slots(self, timeout_s: float) -> list[_Slot]:
-        slots: list[_Slot] = await self._http.get("/slots", list[_Slot], timeout_s=timeout_s)
-        return slots
+    async def _look_without_slots(self) -> EngineSample:
+        """For a server of someone else's, started with `--no-slots`; `--metrics` it may have."""
+        page = await self._http.get_text("/metrics", timeout_s=POLL_TIMEOUT_S)
+        running = prometheus.total(page, "llamacpp:requests_processing")
+        waiting = prometheus.total(page, "llamacpp:requests_deferred")
+        return EngineSample(
+            at_s=time.monotonic(),
+            running=None if running is None else int(running),
+            waiting=None if waiting is None else int(waiting),
+        )

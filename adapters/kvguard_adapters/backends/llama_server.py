@@ -46,7 +46,7 @@ class LlamaServer(LlamaBackend):
 
     def launch(self, knobs: Knobs, *, port: int, api_key: str) -> Launch:
         extra = self.options.extra_args
-        arguments = self._flags.arguments(_options(llama_params(knobs, self.options)), extra)
+        arguments = self._flags.arguments(_options(llama_params(knobs, self.options)), extra, self.pinned)
         return Launch(
             argv=(self.binary, *arguments, *extra, "--host", "127.0.0.1", "--port", str(port)),
             env=(("LLAMA_API_KEY", api_key),) if api_key else (),  # any user of the machine can read argv

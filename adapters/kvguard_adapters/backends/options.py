@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvguard.domain import Knobs, Variant
 
 
-def _no_checkpoints(knobs: Knobs) -> int:
+def _unknown(knobs: Knobs) -> int:
     return 0
 
 
@@ -23,6 +23,9 @@ class Options:
     layer_bytes      bytes of one layer, for engines that offload by size
     embedding        the model embeds and does not generate
     checkpoint_bytes bytes of one context checkpoint of llama-server; 0 where the model needs none
+    model_path       the checkpoint that an on-the-fly quantisation starts from
+    pool_bytes       bytes of a KV pool, for engines that are told bytes; 0 where the geometry is unknown
+    memory_share     of a GPU, what vLLM may take where `pool_bytes` is unknown; 0.0: its own default
     """
 
     model_name: str = "default"
@@ -33,4 +36,7 @@ class Options:
     layers: int = 0
     layer_bytes: int = 0
     embedding: bool = False
-    checkpoint_bytes: Callable[[Knobs], int] = _no_checkpoints
+    checkpoint_bytes: Callable[[Knobs], int] = _unknown
+    model_path: str = ""
+    pool_bytes: Callable[[Knobs], int] = _unknown
+    memory_share: float = 0.0

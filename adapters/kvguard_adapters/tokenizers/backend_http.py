@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -14,13 +14,9 @@ from kvguard_adapters.backends.http import Answered, EngineHttp
 COUNT_TIMEOUT_S = 60.0
 AT_ONCE = 8
 
-_COUNTING_ROUTES = {
-    "/v1/chat/completions": "/v1/chat/completions/input_tokens",
-    "/chat/completions": "/v1/chat/completions/input_tokens",
-    "/v1/responses": "/v1/responses/input_tokens",
-    "/responses": "/v1/responses/input_tokens",
-    "/v1/messages": "/v1/messages/count_tokens",
-}
+_CHAT = frozenset({"/v1/chat/completions", "/chat/completions"})
+_RESPONSES = frozenset({"/v1/responses", "/responses"})
+_MESSAGES = "/v1/messages"
 _PROMPT_FIELDS = {
     "/v1/completions": ("prompt",),
     "/completions": ("prompt",),
@@ -43,11 +39,42 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _Count(msgspec.Struct):
+    count: int
+
+
 class TokenCounter(Protocol):
     """Counts as an engine counts. Used by that engine's adapter."""
 
     async def count(self, path: str, body: Mapping[str, Any]) -> int:
         """Prompt tokens of the longest sequence of a body. Raises BackendError where it cannot be told."""
+
+
+def uncountable(path: str) -> ProtocolError:
+    return ProtocolError(f"tokens of this body for {path} cannot be counted")
+
+
+async def longest(path: str, body: Mapping[str, Any], count: Callable[[Any], Awaitable[int]]) -> int:
+    """The most tokens among the prompts of a body: one or many texts, lists of token ids, or objects."""
+    prompt = next((body[name] for name in _PROMPT_FIELDS.get(path, ()) if name in body), None)
+    prompts = prompt if isinstance(prompt, list) and not _holds_ids(prompt) else [prompt]
+    if not prompts or prompt is None:
+        raise uncountable(path)
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def one(item: Any) -> int:
+        async with limit:
+            return len(item) if _only_ids(item) else await count(item)
+
+    return max(await asyncio.gather(*map(one, prompts)))
+
+
+def _holds_ids(prompt: list[Any]) -> bool:
+    return any(isinstance(item, int) for item in prompt)
+
+
+def _only_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(item, int) for item in prompt)
 
 
 class LlamaTokenCounter:
@@ -57,56 +84,93 @@ class LlamaTokenCounter:
         self._http = http
 
     async def count(self, path: str, body: Mapping[str, Any]) -> int:
-        if path in _COUNTING_ROUTES:
-            return await self._count_chat(path, body)
-        if path in _PROMPT_FIELDS:
-            prompt = next((body[name] for name in _PROMPT_FIELDS[path] if name in body), None)
-            return await self._count_prompts(prompt)
-        raise ProtocolError(f"tokens of {path} cannot be counted")
+        if path in _CHAT:
+            return await self._count_chat(body)
+        if path in _RESPONSES:
+            return await self._ask("/v1/responses/input_tokens", body)
+        if path == _MESSAGES:
+            return await self._ask("/v1/messages/count_tokens", body)
+        return await longest(path, body, self._count_prompt)
 
-    async def _count_chat(self, path: str, body: Mapping[str, Any]) -> int:
+    async def _count_chat(self, body: Mapping[str, Any]) -> int:
         try:
-            counted: _InputTokens = await self._http.post(
-                _COUNTING_ROUTES[path], body, _InputTokens, timeout_s=COUNT_TIMEOUT_S
-            )
+            return await self._ask("/v1/chat/completions/input_tokens", body)
         except Answered as answer:
-            if answer.status != 404 or "chat" not in path:
+            if answer.status != 404:
                 raise
-        else:
-            return counted.input_tokens
         templated: _Templated = await self._http.post(  # a server from before the counting routes
             "/apply-template", body, _Templated, timeout_s=COUNT_TIMEOUT_S
         )
-        return await self.tokens(templated.prompt)
+        return await self._tokens(templated.prompt)
 
-    async def _count_prompts(self, prompt: Any) -> int:
-        """The longest of one or many prompts: text, token ids, both mixed, or an object with a text."""
-        prompts = [prompt] if not isinstance(prompt, list) or _holds_ids(prompt) else prompt
-        if not prompts:
-            raise ProtocolError("the body holds no prompt")
-        limit = asyncio.Semaphore(AT_ONCE)
-
-        async def one(item: Any) -> int:
-            async with limit:
-                return await self._count_prompt(item)
-
-        return max(await asyncio.gather(*map(one, prompts)))
+    async def _ask(self, route: str, body: Mapping[str, Any]) -> int:
+        answer: _InputTokens = await self._http.post(route, body, _InputTokens, timeout_s=COUNT_TIMEOUT_S)
+        return answer.input_tokens
 
     async def _count_prompt(self, prompt: Any) -> int:
+        """A text, a list of texts and token ids, or an object with one of them."""
         if isinstance(prompt, dict) and "multimodal_data" not in prompt:
             prompt = prompt.get("prompt_string")
-        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
-            return len(prompt)
-        if isinstance(prompt, str) or (isinstance(prompt, list) and _holds_ids(prompt)):
-            return await self.tokens(prompt)
-        raise ProtocolError("the body holds a prompt that cannot be counted")
+        if not isinstance(prompt, str | list):
+            raise ProtocolError("the body holds a prompt that cannot be counted")
+        return await self._tokens(prompt)
 
-    async def tokens(self, content: str | Sequence[Any], *, special: bool = True) -> int:
-        """Tokens of a text as the server reads a prompt: BOS added, special tokens in it recognised."""
-        body = {"content": content, "add_special": special, "parse_special": special}
+    async def _tokens(self, content: str | list[Any]) -> int:
+        """Tokens of a prompt as the server reads it: BOS added, special tokens in the text recognised."""
+        body = {"content": content, "add_special": True, "parse_special": True}
         answer: _Tokens = await self._http.post("/tokenize", body, _Tokens, timeout_s=COUNT_TIMEOUT_S)
         return len(answer.tokens)
 
 
-def _holds_ids(prompt: list[Any]) -> bool:
-    return any(isinstance(item, int) for item in prompt)
+_TOKENIZED_CHAT_FIELDS = (
+    "model", "messages", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "chat_template", "chat_template_kwargs", "tools", "mm_processor_kwargs",
+)  # fmt: skip
+
+
+class VllmTokenCounter:
+    """vLLM: `/tokenize`, which renders a chat as the chat route does."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def count(self, path: str, body: Mapping[str, Any]) -> int:
+        if path == _MESSAGES:
+            counted: _InputTokens = await self._http.post(
+                "/v1/messages/count_tokens", body, _InputTokens, timeout_s=COUNT_TIMEOUT_S
+            )
+            return counted.input_tokens
+        if path in _RESPONSES:
+            return await self._count_chat({"model": body.get("model"), "messages": _as_chat(path, body)})
+        if "messages" in body and "documents" not in body:
+            return await self._count_chat(body)
+
+        async def count_text(prompt: Any) -> int:
+            if not isinstance(prompt, str):
+                raise uncountable(path)
+            special = body.get("add_special_tokens", True)
+            return await self._tokenize({"prompt": prompt, "add_special_tokens": special})
+
+        return await longest(path, body, count_text)
+
+    async def _count_chat(self, body: Mapping[str, Any]) -> int:
+        return await self._tokenize({name: body[name] for name in _TOKENIZED_CHAT_FIELDS if name in body})
+
+    async def _tokenize(self, body: Mapping[str, Any]) -> int:
+        answer: _Count = await self._http.post("/tokenize", body, _Count, timeout_s=COUNT_TIMEOUT_S)
+        return answer.count
+
+
+def _as_chat(path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The chat that a `/v1/responses` body becomes, where it holds texts alone."""
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    extended = any(body.get(name) for name in ("previous_response_id", "tools", "prompt"))
+    if extended or not isinstance(items, list) or not all(_is_plain(item) for item in items):
+        raise uncountable(path)
+    system = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    return [*system, *({"role": item["role"], "content": item["content"]} for item in items)]
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("content"), str) and "role" in item
