@@ -173,6 +173,7 @@ class Stand:
         self.supervisor = Supervisor(
             SupervisorParts(
                 first=Attempt(knobs=KNOBS, why=WhyRecord(kind="self_tune")),
+                wanted=KNOBS,
                 make_life=self._make_life,
                 options=halved,
                 predict=lambda knobs: Accounts(
@@ -308,3 +309,15 @@ async def test_third_start_in_a_row_confirms(stand: Stand) -> None:
             "config_provisional",
             "config_confirmed",
         ]
+
+
+async def test_a_planned_change_replaces_a_ready_configuration(stand: Stand) -> None:
+    async with running(stand):
+        await stand.until(State.READY)
+        smaller = halved(KNOBS)[Rung.BATCH][0]
+        step = Step(rung=Rung.BATCH, knobs=smaller, reason="quiet", cost="one restart")
+        stand.supervisor.change(step, WhyRecord(kind="degraded", rung=Rung.BATCH))
+        snapshot = await stand.until(State.READY, generation=2)
+        assert snapshot.knobs == smaller
+        assert stand.lives[0].stopped.is_set()
+        assert [r.event for r in stand.journal.records()] == ["config_provisional"] * 2

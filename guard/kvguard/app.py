@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from kvguard.attached import AttachedLife
 from kvguard.child import Child
 from kvguard.demand import Dialect
 from kvguard.diagnosis import diagnose
-from kvguard.domain import Accounts, CardInfo, Endpoint, Knobs, Refusal, Rung, Snapshot, State
+from kvguard.domain import Accounts, CardInfo, Endpoint, Knobs, Refusal, Rung, Snapshot, State, Step
 from kvguard.events import Events
 from kvguard.journal import journal_of
 from kvguard.leftovers import sweep
@@ -51,8 +51,9 @@ from kvguard.record import (
     to_builtins,
 )
 from kvguard.recorder import Recorder
+from kvguard.recovery import Recovery, RecoveryParts
 from kvguard.report import dry_run_json, print_dry_run, ready_message
-from kvguard.selection import CannotServe, Predictor, asked, attached_knobs, first_attempt
+from kvguard.selection import CannotServe, Predictor, asked, attached_knobs, first_attempt, wanted_knobs
 from kvguard.settings import Settings
 from kvguard.supervisor import Attempt, StartFailed, Supervisor, SupervisorParts
 from kvguard.watch import Watch
@@ -62,6 +63,7 @@ from kvguard_adapters.models.demo import demo_model
 from kvguard_adapters.models.gguf import read_gguf
 from kvguard_adapters.models.variants import smaller_variants
 from kvguard_policies.admission import make_policy
+from kvguard_policies.degradation.climbing import CoolDown, climb
 from kvguard_policies.degradation.ladder import DegradationLadder, parse_order
 from kvguard_policies.headroom import parse_headroom
 from kvguard_policies.ordering import FairOrder
@@ -72,6 +74,9 @@ _DIALECTS = {
     "llama-cpp-python": Dialect.LLAMA_CPP_PYTHON,
     "vllm": Dialect.VLLM,
 }
+
+REFUTED_MARGIN = 2
+"""A failure refutes a configuration while others hold about as much as then: so many percent of the card."""
 
 _engine_log = structlog.get_logger("kvguard.engine")
 
@@ -92,6 +97,7 @@ class Site:
     events: Events
     predict: Predictor
     first: Attempt
+    wanted: Knobs
 
 
 # ---------------------------------------------------------------- before the first start
@@ -110,6 +116,7 @@ def survey(settings: Settings, events: Events) -> Site:
     usable = usable_bytes(card.read(), headroom_bytes)
     fingerprint = _fingerprint(card.info, backend, models)
     engine: EngineName = "vllm" if backend.name == "vllm" else "llama.cpp"
+    gpu = card.info.kind == "nvml"
     recorder = Recorder(
         journal=journal_of(settings.state.directory, card.info),
         fingerprint=fingerprint,
@@ -138,8 +145,13 @@ def survey(settings: Settings, events: Events) -> Site:
         fingerprint=fingerprint,
         recorder=recorder,
         events=events,
-        predict=Predictor(models, engine=engine, gpu=card.info.kind == "nvml"),
+        predict=Predictor(models, engine=engine, gpu=gpu),
         first=first,
+        wanted=(
+            wanted_knobs(settings, models, first.knobs, engine=engine, gpu=gpu, usable_bytes=usable)
+            if models
+            else first.knobs
+        ),
     )
 
 
@@ -231,6 +243,7 @@ class Guard:
         self.site = site
         self._listening = listening
         self._events = site.events
+        self._ladder = _ladder(settings, site.first.knobs)
         self.supervisor = Supervisor(self._supervisor_parts())
         self.limiter = Limiter(
             policy=make_policy(settings.admission.policy),
@@ -261,6 +274,7 @@ class Guard:
             card_free_bytes=self._card_free_bytes,
             observe=self.limiter.observe,
         )
+        self.recovery = Recovery(self._recovery_parts())
         admin_key = settings.server.admin_key
         self.http = make_admin(
             AdminParts(
@@ -303,6 +317,7 @@ class Guard:
             asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http"),
             asyncio.create_task(self.hot.run(), name="request-path"),
             asyncio.create_task(self.watch.run(), name="watch"),
+            *([asyncio.create_task(self.recovery.run(), name="recovery")] if self.site.models else []),
         ]
         waiting: asyncio.Task[Any] = asyncio.create_task(stopping.wait(), name="signals")
         try:
@@ -331,26 +346,44 @@ class Guard:
 
     def _supervisor_parts(self) -> SupervisorParts:
         site = self.site
-        degrade = site.settings.degrade
-        ladder = DegradationLadder(
-            parse_order(degrade.order),
-            strict=degrade.strict,
-            never=frozenset(Rung(name) for name in degrade.never),
-            min_ctx_tokens=min(degrade.min_ctx, site.first.knobs.ctx_tokens),
-            min_batch=degrade.min_batch,
-        )
         return SupervisorParts(
             first=site.first,
+            wanted=site.wanted,
             make_life=self._make_life,
-            options=lambda knobs: {rung: site.backend.next_steps(knobs, rung) for rung in ladder.order},
+            options=self._options,
             predict=site.predict,
             diagnose=diagnose,
-            ladder=ladder,
+            ladder=self._ladder,
             recorder=site.recorder,
             events=site.events,
             usable_bytes=lambda: site.usable_bytes,
             restartable=site.backend.capabilities.restartable,
         )
+
+    def _recovery_parts(self) -> RecoveryParts:
+        site = self.site
+        climber = _Climber(site)
+        return RecoveryParts(
+            supervisor=self.supervisor,
+            ladder=self._ladder,
+            options=self._options,
+            predict=site.predict,
+            refuted=lambda: site.recorder.refuted(
+                self._others_bytes() + REFUTED_MARGIN * site.usable_bytes // 100
+            ),
+            busy=lambda: bool(self.limiter.running or self.limiter.waiting),
+            card_free_bytes=self._card_free_bytes,
+            up=climber.step,
+            fell=climber.fell,
+            quiet_s=site.settings.degrade.quiet_s,
+        )
+
+    def _others_bytes(self) -> int:
+        life = self.supervisor.life
+        return life.others_bytes if life is not None else 0
+
+    def _options(self, knobs: Knobs) -> dict[Rung, Any]:
+        return {rung: self.site.backend.next_steps(knobs, rung) for rung in self._ladder.order}
 
     def _make_life(self, knobs: Knobs) -> BackendLife:
         settings, backend = self.site.settings, self.site.backend
@@ -457,6 +490,45 @@ class Guard:
 
     async def _plan(self, query: dict[str, str]) -> dict[str, Any]:
         return _dry_run_dict(self.site)
+
+
+def _ladder(settings: Settings, first: Knobs) -> DegradationLadder:
+    degrade = settings.degrade
+    return DegradationLadder(
+        parse_order(degrade.order),
+        strict=degrade.strict,
+        never=frozenset(Rung(name) for name in degrade.never),
+        min_ctx_tokens=min(degrade.min_ctx, first.ctx_tokens),
+        min_batch=degrade.min_batch,
+    )
+
+
+class _Climber:
+    """The climbing policy with its cool-down."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._cool_down = CoolDown()
+
+    def step(self, now: Knobs, refuted: Sequence[Knobs], now_s: float) -> Step | None:
+        site = self._site
+        return climb(
+            parse_order(site.settings.degrade.order),
+            site.wanted,
+            now,
+            self._fits,
+            refuted,
+            cool_down=self._cool_down,
+            now_s=now_s,
+            variants=[meta.variant() for meta in site.models],
+        )
+
+    def _fits(self, knobs: Knobs) -> bool:
+        accounts = self._site.predict(knobs)
+        return accounts is not None and accounts.total_bytes <= self._site.usable_bytes
+
+    def fell(self, now_s: float) -> None:
+        self._cool_down = self._cool_down.fell(now_s)
 
 
 class _Server(uvicorn.Server):

@@ -152,11 +152,13 @@ class Life:
         self._meter: Meter | None = None
         self._killed_by_us = False
         self._start_s = 0.0
+        self._machine_oom_kills: int | None = None
 
     # ------------------------------------------------------------ start
 
     async def start(self) -> Capacity:
         started_s = time.monotonic()
+        self._machine_oom_kills = _machine_oom_kills()
         port, api_key = _free_port(), os.urandom(24).hex()
         self.endpoint = Endpoint(base_url=f"http://127.0.0.1:{port}", api_key=api_key)
         self.engine = self._settings.backend.connect(self.endpoint)
@@ -346,7 +348,27 @@ class Life:
             card_total_bytes=self._meter.total_bytes if self._meter is not None else None,
             card_used_by_others_bytes=self.others_bytes,
             peaks=self.peaks(),
+            oom_kills=self._oom_kills(status),
         )
+
+    def _oom_kills(self, status: ExitStatus | None) -> int | None:
+        """The kernel's count for the cgroup; without one, what the machine's rose by since the start."""
+        assert self._child is not None
+        if self._child.limit_kind.startswith("cgroup"):
+            return status.oom_kills if status is not None else None
+        now = _machine_oom_kills()
+        if now is None or self._machine_oom_kills is None:
+            return None
+        return now - self._machine_oom_kills
+
+
+def _machine_oom_kills() -> int | None:
+    """How many processes the kernel has killed for memory since boot; None where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def _held_by_others(card: Card, child: Child) -> int:

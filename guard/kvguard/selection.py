@@ -74,6 +74,20 @@ def first_attempt(
     return Attempt(knobs=with_fixed(settings, plan.knobs), why=WhyRecord(kind="self_tune"))
 
 
+def wanted_knobs(
+    settings: Settings,
+    models: Sequence[ModelMeta],
+    first: Knobs,
+    *,
+    engine: EngineName,
+    gpu: bool,
+    usable_bytes: int,
+) -> Knobs:
+    """What would be served if nothing ever failed here: the yardstick of "degraded"."""
+    plan = plan_for(settings, models, engine=engine, gpu=gpu, usable_bytes=usable_bytes)
+    return with_fixed(settings, plan.knobs) if plan.fits else first
+
+
 def plan_for(
     settings: Settings, models: Sequence[ModelMeta], *, engine: EngineName, gpu: bool, usable_bytes: int
 ) -> Plan:

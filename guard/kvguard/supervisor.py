@@ -22,7 +22,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential_jitter
 
@@ -82,6 +82,20 @@ class Attempt:
     why: WhyRecord
 
 
+def degraded_by(wanted: Knobs, now: Knobs) -> tuple[Rung, ...]:
+    """The rungs in which a configuration is below what was wanted."""
+    all_layers = 1 << 30
+    below = {
+        Rung.BATCH: now.batch < wanted.batch
+        or now.prefill_tokens < wanted.prefill_tokens
+        or (now.pool_tokens < wanted.pool_tokens and now.ctx_tokens == wanted.ctx_tokens),
+        Rung.CTX: now.ctx_tokens < wanted.ctx_tokens,
+        Rung.QUANT: now.quant.bits < wanted.quant.bits,
+        Rung.GPU_LAYERS: now.gpu_layers % all_layers < wanted.gpu_layers % all_layers,
+    }
+    return tuple(rung for rung, is_below in below.items() if is_below)
+
+
 class Blame(Protocol):
     """What the owner of the requests in flight knows about a death."""
 
@@ -101,6 +115,7 @@ class SupervisorParts:
     """What the composition root hands over."""
 
     first: Attempt
+    wanted: Knobs
     make_life: Callable[[Knobs], BackendLife]
     options: Callable[[Knobs], Mapping[Rung, Sequence[Knobs]]]
     predict: Callable[[Knobs], Accounts | None]
@@ -124,7 +139,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._listeners: list[Callable[[Snapshot], None]] = []
         self._blame: Blame = NoBlame()
-        self._degraded_by: tuple[Rung, ...] = ()
+        self._planned: asyncio.Future[Attempt] | None = None
         self._restarts = 0
         self._ever_ready = False
         self.life: BackendLife | None = None
@@ -163,6 +178,12 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):  # it may have been too busy to answer: look again
                 await asyncio.wait_for(self.changed(than=snapshot), RECHECK_S)
 
+    def change(self, step: Step, why: WhyRecord) -> None:
+        """Replace a READY configuration at a quiet moment; ignored at any other time."""
+        if self._planned is not None and not self._planned.done():
+            self._tell("planned_change", step)
+            self._planned.set_result(Attempt(knobs=step.knobs, why=why))
+
     def retry(self) -> None:
         """Leave FAILED and try the last configuration again."""
         self._retry.set()
@@ -188,7 +209,8 @@ class Supervisor:
         self.life = life
         self._publish(
             State.STARTING, generation=self._snapshot.generation + 1, knobs=attempt.knobs, capacity=None,
-            endpoint=None, detail="starting the backend",
+            endpoint=None, degraded_by=degraded_by(self._parts.wanted, attempt.knobs),
+            detail="starting the backend",
         )  # fmt: skip
         was_ready, began_s = False, self._clock()
         try:
@@ -199,7 +221,9 @@ class Supervisor:
             if confirmation is None:
                 return None
             was_ready, began_s = True, self._clock()
-            evidence = await self._unless_stopped(life.ended())
+            evidence = await self._unless_stopped(self._ended_or_planned(life))
+            if isinstance(evidence, Attempt):
+                return await self._change(evidence)
         except LifeEnded as ended:
             evidence = ended.evidence
         except (BackendError, OSError) as exc:  # it could not even be spawned
@@ -209,6 +233,24 @@ class Supervisor:
         if was_ready and self._clock() - began_s > STEADY_S:
             self._restarts = 0
         return await self._after(life, attempt, evidence, was_ready=was_ready)
+
+    async def _ended_or_planned(self, life: BackendLife) -> Evidence | Attempt:
+        """Wait for the end of a life that serves, or for a change that was asked of it."""
+        self._planned = asyncio.get_running_loop().create_future()
+        ended = asyncio.ensure_future(life.ended())
+        try:
+            either: set[asyncio.Future[Any]] = {ended, self._planned}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return self._planned.result() if self._planned.done() and not ended.done() else await ended
+        finally:
+            self._planned = None
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+    async def _change(self, attempt: Attempt) -> Attempt:
+        self._publish(State.DEGRADING, detail="changing the configuration at a quiet moment")
+        await self._end_life()
+        return attempt
 
     async def _confirm(self, life: BackendLife, capacity: Capacity, attempt: Attempt) -> Confirmation | None:
         self._publish(State.CONFIRMING, endpoint=life.endpoint, detail="checking memory with short requests")
@@ -264,7 +306,7 @@ class Supervisor:
         self._restarts += 1
         if stop_after_attempt(MAX_RESTARTS)(_nth_try(self._restarts)):
             return await self._fail(attempt, failure, f"{MAX_RESTARTS} deaths in a row: {in_words(failure)}")
-        delay_s = wait_exponential_jitter(initial=FIRST_DELAY_S, max=LAST_DELAY_S, jitter=FIRST_DELAY_S)(
+        delay_s = wait_exponential_jitter(multiplier=FIRST_DELAY_S, max=LAST_DELAY_S, jitter=FIRST_DELAY_S)(
             _nth_try(self._restarts)
         )
         await self._unless_stopped(asyncio.sleep(delay_s))
@@ -287,7 +329,7 @@ class Supervisor:
             await asyncio.to_thread(self._parts.options, attempt.knobs),
             refuted,
             need_bytes=_missing(before, self._parts.usable_bytes()),
-            frees=lambda knobs: _freed(before, self._parts.predict(knobs)),
+            frees=lambda knobs: freed_bytes(before, self._parts.predict(knobs)),
         )
         for skip in step.skipped:
             self._parts.events.publish("rung_skipped", rung=skip.rung.value, reason=skip.reason)
@@ -297,10 +339,13 @@ class Supervisor:
         return self._take(step, record)
 
     def _take(self, step: Step, record: Record) -> Attempt:
-        self._degraded_by = (*self._degraded_by, step.rung)
+        self._tell("ladder_step", step, level="warning")
+        return Attempt(knobs=step.knobs, why=WhyRecord(kind="degraded", from_id=record.id, rung=step.rung))
+
+    def _tell(self, event: str, step: Step, *, level: str = "info") -> None:
         self._parts.events.publish(
-            "ladder_step",
-            level="warning",
+            event,
+            level=level,
             rung=step.rung.value,
             reason=step.reason,
             cost=step.cost,
@@ -311,7 +356,6 @@ class Supervisor:
             gpu_layers=step.knobs.gpu_layers,
             prefill_tokens=step.knobs.prefill_tokens,
         )
-        return Attempt(knobs=step.knobs, why=WhyRecord(kind="degraded", from_id=record.id, rung=step.rung))
 
     async def _fail(self, attempt: Attempt, failure: Failure, detail: str) -> Attempt | None:
         if not self._ever_ready and not failure.is_memory:
@@ -344,7 +388,7 @@ class Supervisor:
             await life.stop()
 
     def _publish(self, state: State, **changes: object) -> None:
-        changes = {"degraded_by": self._degraded_by, "since_s": self._clock(), **changes}
+        changes = {"since_s": self._clock(), **changes}
         self._snapshot = self._snapshot.with_(state=state, **changes)
         self._parts.events.publish(
             "backend_state",
@@ -378,7 +422,8 @@ def _missing(before: Accounts | None, usable_bytes: int) -> int | None:
     return missing_bytes if missing_bytes > 0 else None
 
 
-def _freed(before: Accounts | None, after: Accounts | None) -> int:
+def freed_bytes(before: Accounts | None, after: Accounts | None) -> int:
+    """What a configuration frees on the card against another; 1 (something) where nobody can say."""
     if before is None or after is None:
-        return 1  # unknown: assume that a smaller knob frees something
+        return 1
     return before.total_bytes - after.total_bytes
