@@ -1,71 +1,38 @@
-"""Composition root: the only module that names concrete adapters and policies, and wires the three loops.
-
-`survey` looks at model, engine, card and journal and decides what to start; `serve` runs it, `dry_run`
-prints it.
-"""
+"""One running kvguard: the three loops wired around a Site, and what its admin routes show."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import structlog
 import uvicorn
-import uvloop
-from rich.console import Console
 
-from kvguard import __version__, log
-from kvguard.accounts import EngineName
 from kvguard.api.admin import AdminParts, make_admin
-from kvguard.api.auth import AuthError, Keys, check_listen, read_key_file
+from kvguard.api.auth import Keys
 from kvguard.api.openai import GuardApp, GuardSettings
+from kvguard.app.site import Site, card_of, client_keys
 from kvguard.attached import AttachedLife
-from kvguard.child import Child
 from kvguard.demand import Dialect
 from kvguard.diagnosis import diagnose
-from kvguard.domain import Accounts, CardInfo, Endpoint, Knobs, Refusal, Rung, Snapshot, State, Step
-from kvguard.events import Events
-from kvguard.journal import journal_of
-from kvguard.leftovers import sweep
+from kvguard.domain import Accounts, Endpoint, Knobs, Refusal, Rung, Snapshot, State, Step
 from kvguard.life import BackendLife, Life, LifeSettings
 from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
-from kvguard.model import ModelError, ModelMeta
-from kvguard.planner import usable_bytes
-from kvguard.ports import Backend, BackendError, Card, CardLost
-from kvguard.record import (
-    BackendRecord,
-    FileRecord,
-    Fingerprint,
-    ModelRecord,
-    WhyRecord,
-    card_record,
-    to_builtins,
-)
-from kvguard.recorder import Recorder
+from kvguard.record import to_builtins
 from kvguard.recovery import Recovery, RecoveryParts
-from kvguard.report import dry_run_json, print_dry_run, ready_message
-from kvguard.selection import CannotServe, Predictor, asked, attached_knobs, first_attempt, wanted_knobs
+from kvguard.report import dry_run_json, ready_message
 from kvguard.settings import Settings
-from kvguard.supervisor import Attempt, StartFailed, Supervisor, SupervisorParts
+from kvguard.supervisor import Supervisor, SupervisorParts
 from kvguard.watch import Watch
-from kvguard_adapters.backends import Options, find_backend
-from kvguard_adapters.cards import CgroupCard, ProcessCard, binding_card
-from kvguard_adapters.models.demo import demo_model
-from kvguard_adapters.models.gguf import read_gguf
-from kvguard_adapters.models.variants import smaller_variants
 from kvguard_policies.admission import make_policy
 from kvguard_policies.degradation.climbing import CoolDown, climb
 from kvguard_policies.degradation.ladder import DegradationLadder, parse_order
-from kvguard_policies.headroom import parse_headroom
 from kvguard_policies.ordering import FairOrder
 
 _DIALECTS = {
@@ -79,160 +46,6 @@ REFUTED_MARGIN = 2
 """A failure refutes a configuration while others hold about as much as then: so many percent of the card."""
 
 _engine_log = structlog.get_logger("kvguard.engine")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Everything known before the first start. `models[0]` is what was asked for; empty when attached."""
-
-    settings: Settings
-    models: tuple[ModelMeta, ...]
-    model_name: str
-    backend: Backend
-    card: Card
-    headroom_bytes: int
-    usable_bytes: int
-    fingerprint: Fingerprint
-    recorder: Recorder
-    events: Events
-    predict: Predictor
-    first: Attempt
-    wanted: Knobs
-
-
-# ---------------------------------------------------------------- before the first start
-
-
-def survey(settings: Settings, events: Events) -> Site:
-    """Look around and choose what to start. Blocking.
-
-    Raises CannotServe, ModelError, BackendError, CardLost or ValueError with a message for a person.
-    """
-    models = () if settings.backend.kind == "attach" else _read_models(settings)
-    model_name = settings.model.alias or (models[0].name if models else "default")
-    backend = _find_backend(settings, models, model_name)
-    card = _card(settings)
-    headroom_bytes = parse_headroom(settings.memory.headroom).of(card.info.total_bytes, card.info.kind)
-    usable = usable_bytes(card.read(), headroom_bytes)
-    fingerprint = _fingerprint(card.info, backend, models)
-    engine: EngineName = "vllm" if backend.name == "vllm" else "llama.cpp"
-    gpu = card.info.kind == "nvml"
-    recorder = Recorder(
-        journal=journal_of(settings.state.directory, card.info),
-        fingerprint=fingerprint,
-        backend=backend,
-        events=events,
-        headroom_bytes=headroom_bytes,
-        libraries={"kvguard": __version__},
-        asked=asked(settings),
-    )
-    first = (
-        first_attempt(
-            settings, models, recorder.usable(), recorder.find,
-            engine=engine, card=card.info, usable_bytes=usable,
-        )
-        if models
-        else Attempt(knobs=attached_knobs(), why=WhyRecord(kind="verify"))
-    )  # fmt: skip
-    return Site(
-        settings=settings,
-        models=models,
-        model_name=model_name,
-        backend=backend,
-        card=card,
-        headroom_bytes=headroom_bytes,
-        usable_bytes=usable,
-        fingerprint=fingerprint,
-        recorder=recorder,
-        events=events,
-        predict=Predictor(models, engine=engine, gpu=gpu),
-        first=first,
-        wanted=(
-            wanted_knobs(settings, models, first.knobs, engine=engine, gpu=gpu, usable_bytes=usable)
-            if models
-            else first.knobs
-        ),
-    )
-
-
-def _read_models(settings: Settings) -> tuple[ModelMeta, ...]:
-    path = Path(settings.model.path) if settings.model.path else demo_model()
-    if not path.exists():
-        raise ModelError(f"there is no model at {path}: give the path of a GGUF file")
-    meta = read_gguf(path)
-    return (meta, *smaller_variants(meta, settings.model.variants))
-
-
-def _find_backend(settings: Settings, models: tuple[ModelMeta, ...], model_name: str) -> Backend:
-    options = Options(
-        model_name=model_name,
-        extra_args=settings.backend.extra_args,
-        variants=tuple(meta.variant() for meta in models),
-        min_ctx=settings.degrade.min_ctx,
-        min_batch=settings.degrade.min_batch,
-        layers=models[0].n_layer + 1 if models else 0,
-        embedding=bool(models) and models[0].is_embedding,
-    )
-    section = settings.backend
-    return find_backend(
-        section.kind,
-        options,
-        llama_server=section.llama_server,
-        llama_cpp_python=section.llama_cpp_python,
-        vllm_python=section.vllm_python,
-        attach=section.attach,
-    )
-
-
-def _card(settings: Settings) -> Card:
-    """The memory that binds: the limit that was asked for, or the smallest that applies here."""
-    if settings.memory.limit_bytes is not None:
-        return _PlannedLimit(settings.memory.limit_bytes)
-    return binding_card()
-
-
-class _PlannedLimit(ProcessCard):
-    """A cgroup that does not exist yet: its size is known, and nothing is in it."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(limit_bytes)
-        self.info = CardInfo(kind="cgroup", name="memory limit", total_bytes=limit_bytes)
-
-
-def _card_of(child: Child, planned: Card) -> Card:
-    """What to measure for this child: its own cgroup, its resident memory against a limit, or the card."""
-    if child.cgroup is not None:
-        return CgroupCard(child.cgroup, name=planned.info.name)
-    if child.limit_kind == "rlimit_as":
-        return ProcessCard(planned.info.total_bytes)
-    return planned
-
-
-def _fingerprint(info: CardInfo, backend: Backend, models: tuple[ModelMeta, ...]) -> Fingerprint:
-    model = ModelRecord(name="attached")
-    for meta in models[:1]:
-        model = ModelRecord(
-            name=meta.name,
-            architecture=meta.architecture,
-            parameters=meta.parameters,
-            files=tuple(FileRecord(name=Path(f.path).name, size_bytes=f.size_bytes) for f in meta.files),
-            header_hash=meta.header_hash,
-        )
-    return Fingerprint(
-        card=card_record(info),
-        backend=BackendRecord(name=backend.name, version=backend.version()),
-        model=model,
-    )
-
-
-def _client_keys(settings: Settings) -> Keys:
-    secrets = dict(settings.server.api_keys)
-    if settings.server.api_key_file is not None:
-        secrets |= read_key_file(settings.server.api_key_file)
-    return Keys(secrets)
-
-
-# ---------------------------------------------------------------- running it
 
 
 class Guard:
@@ -253,7 +66,7 @@ class Guard:
             default_wait_s=settings.admission.deadline_s,
         )
         self.metrics = Metrics()
-        keys = _client_keys(settings)
+        keys = client_keys(settings)
         self.hot = GuardApp(
             supervision=self.supervisor,
             limiter=self.limiter,
@@ -402,7 +215,7 @@ class Guard:
                 backend=backend,
                 run_dir=settings.state.directory / "run",
                 memory_limit_bytes=settings.memory.limit_bytes,
-                card_of=lambda child: _card_of(child, self.site.card),
+                card_of=lambda child: card_of(child, self.site.card),
                 embedding=bool(self.site.models) and self.site.models[0].is_embedding,
                 stall_timeout_s=settings.backend.start_stall_timeout_s,
                 sample_interval_s=settings.memory.sample_interval_s,
@@ -437,7 +250,7 @@ class Guard:
                 f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}",
                 self.site.model_name,
                 snapshot.knobs if models else None,
-                needs_key=bool(_client_keys(self.site.settings)),
+                needs_key=bool(client_keys(self.site.settings)),
                 chat=not models or models[0].chat_template is not None,
             ),
             flush=True,
@@ -489,7 +302,7 @@ class Guard:
         return [to_builtins(record) for record in self.site.recorder.records()]
 
     async def _plan(self, query: dict[str, str]) -> dict[str, Any]:
-        return _dry_run_dict(self.site)
+        return plan_of(self.site)
 
 
 def _ladder(settings: Settings, first: Knobs) -> DegradationLadder:
@@ -549,113 +362,18 @@ def _totals(accounts: Accounts | None) -> dict[str, int] | None:
     }
 
 
-# ---------------------------------------------------------------- the command line's two verbs
+def why(site: Site) -> str:
+    """Where the first configuration comes from, in words."""
+    return f"from the journal: {site.first.why.from_id}" if site.first.why.from_id else "planned"
 
 
-def dry_run(settings: Settings, *, as_json: bool) -> int:
-    """Print the accounts and the engine's command line; start nothing. Returns the exit code."""
-    site = _surveyed(settings, Events())
-    if site is None:
-        return 1
-    if as_json:
-        print(json.dumps(_dry_run_dict(site), indent=2))
-        return 0
-    accounts = site.predict(site.first.knobs)
-    if accounts is not None:
-        print_dry_run(
-            Console(),
-            accounts=accounts,
-            card=site.card.info,
-            usable_bytes=site.usable_bytes,
-            knobs=site.first.knobs,
-            command=_command(site),
-            why=_why(site),
-        )
-    return 0
-
-
-def serve(settings: Settings) -> int:
-    """Serve until told to stop. Returns the exit code: 0 after a stop, 1 when it could not start, 2 usage."""
-    log_file = log.configure(settings.state.log_level, settings.state.directory / "log")
-    events = Events()
-    try:
-        keys = _client_keys(settings)
-        check_listen(
-            settings.server.host, has_keys=bool(keys), insecure_listen=settings.server.insecure_listen
-        )
-        listening = _listen(settings.server.host, settings.server.port)
-    except (AuthError, CannotServe, OSError) as exc:
-        return _complain(exc, 2 if isinstance(exc, AuthError) else 1)
-    with contextlib.closing(listening):
-        for pid in sweep(settings.state.directory / "run"):
-            events.publish("leftover_killed", pid=pid)
-        site = _surveyed(settings, events)
-        if site is None:
-            return 1
-        events.publish(
-            "starting",
-            model=site.model_name,
-            backend=f"{site.backend.name} {site.fingerprint.backend.version}",
-            card=site.card.info.name,
-            usable_bytes=site.usable_bytes,
-            why=_why(site),
-            log_file=str(log_file),
-        )
-        try:
-            return _run(_guard(site, listening))
-        except StartFailed as exc:
-            return _complain(exc, 1)
-
-
-async def _guard(site: Site, listening: socket.socket) -> int:
-    return await Guard(site, listening).run()
-
-
-def _run(work: Coroutine[Any, Any, int]) -> int:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
-
-
-def _surveyed(settings: Settings, events: Events) -> Site | None:
-    try:
-        return survey(settings, events)
-    except (CannotServe, ModelError, BackendError, CardLost, ValueError) as exc:
-        _complain(exc, 1)
-        return None
-
-
-def _complain(exc: Exception, code: int) -> int:
-    Console(stderr=True).print(f"[bold red]error:[/] {exc}", highlight=False, soft_wrap=True)
-    return code
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before anything is started. Raises CannotServe naming it."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
-    except OSError as exc:
-        raise CannotServe(
-            f"cannot listen on {host}:{port}: {exc.strerror or exc}. "
-            "Choose another port with --port, or 0 for a free one"
-        ) from exc
-    listening.setblocking(False)
-    return listening
-
-
-def _why(site: Site) -> str:
-    why = site.first.why
-    return f"from the journal: {why.from_id}" if why.from_id else "planned"
-
-
-def _command(site: Site) -> tuple[str, ...]:
+def command_of(site: Site) -> tuple[str, ...]:
+    """The engine's command line for the first configuration, as a log may show it."""
     return site.backend.launch(site.first.knobs, port=0, api_key="").shown()
 
 
-def _dry_run_dict(site: Site) -> dict[str, Any]:
+def plan_of(site: Site) -> dict[str, Any]:
+    """The accounts of the first configuration, as JSON."""
     accounts = site.predict(site.first.knobs)
     if accounts is None:
         return {"why": "an attached backend has no accounts of ours"}
@@ -664,7 +382,7 @@ def _dry_run_dict(site: Site) -> dict[str, Any]:
         card=site.card.info,
         usable_bytes=site.usable_bytes,
         knobs=site.first.knobs,
-        command=_command(site),
-        why=_why(site),
+        command=command_of(site),
+        why=why(site),
         fits=accounts.total_bytes <= site.usable_bytes,
     )
