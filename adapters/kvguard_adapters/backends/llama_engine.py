@@ -15,6 +15,7 @@ from kvguard_adapters.backends import prometheus
 from kvguard_adapters.backends.http import Answered, EngineHttp
 from kvguard_adapters.backends.llama_log import printed_sizes
 from kvguard_adapters.tokenizers.backend_http import LlamaTokenCounter
+from kvguard_adapters.tokenizers.llama_infill import DEFAULT_BATCH_TOKENS
 
 HEALTH_TIMEOUT_S = 2.0
 POLL_TIMEOUT_S = 2.0
@@ -71,6 +72,8 @@ class LlamaEngine:
         printed = printed_sizes(log_lines)
         unified = knobs.pool_kind is PoolKind.UNIFIED if printed.unified is None else printed.unified
         pool = printed.n_ctx or (knobs.pool_tokens if unified else slot_ctx * slots)
+        self._counter.infill.ctx_tokens = slot_ctx
+        self._counter.infill.batch_tokens = printed.n_batch or DEFAULT_BATCH_TOKENS
         return Capacity(
             pool_tokens=max(pool, slot_ctx),
             ctx_tokens=min(slot_ctx, knobs.prefill_tokens) if self._embedding else slot_ctx,

@@ -109,7 +109,7 @@ def _interpreter(named: str) -> str:
     """An interpreter, or the folder of a virtual environment."""
     path = Path(named).expanduser()
     path = path / "bin" / "python" if path.is_dir() else path
-    found = shutil.which(path)
+    found = shutil.which(str(path))
     if found is None:
         raise BackendError(f"{named} is neither a python nor a virtual environment: {_REMEDY}")
     return found

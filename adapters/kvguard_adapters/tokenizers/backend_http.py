@@ -10,6 +10,7 @@ import msgspec
 
 from kvguard.ports import ProtocolError
 from kvguard_adapters.backends.http import Answered, EngineHttp
+from kvguard_adapters.tokenizers.llama_infill import InfillCounter
 
 COUNT_TIMEOUT_S = 60.0
 AT_ONCE = 8
@@ -82,6 +83,7 @@ class LlamaTokenCounter:
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
+        self.infill = InfillCounter(http, self._tokens)
 
     async def count(self, path: str, body: Mapping[str, Any]) -> int:
         if path in _CHAT:
@@ -90,6 +92,8 @@ class LlamaTokenCounter:
             return await self._ask("/v1/responses/input_tokens", body)
         if path == _MESSAGES:
             return await self._ask("/v1/messages/count_tokens", body)
+        if path == "/infill":
+            return await self.infill.count(body)
         return await longest(path, body, self._count_prompt)
 
     async def _count_chat(self, body: Mapping[str, Any]) -> int:
@@ -115,9 +119,9 @@ class LlamaTokenCounter:
             raise ProtocolError("the body holds a prompt that cannot be counted")
         return await self._tokens(prompt)
 
-    async def _tokens(self, content: str | list[Any]) -> int:
-        """Tokens of a prompt as the server reads it: BOS added, special tokens in the text recognised."""
-        body = {"content": content, "add_special": True, "parse_special": True}
+    async def _tokens(self, content: str | list[Any], *, special: bool = True) -> int:
+        """Tokens of a text; `special`: as a prompt, with BOS added and special tokens in it recognised."""
+        body = {"content": content, "add_special": special, "parse_special": special}
         answer: _Tokens = await self._http.post("/tokenize", body, _Tokens, timeout_s=COUNT_TIMEOUT_S)
         return len(answer.tokens)
 
