@@ -47,7 +47,7 @@ from kvguard_adapters.models.demo import demo_model
 REPO = Path(__file__).resolve().parent.parent
 START_S = 240.0
 STOP_S = 40.0
-REQUEST_S = 300.0
+REQUEST_S = 900.0
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 
 
@@ -277,6 +277,7 @@ def guarded(case: Case, server: str, model: Path, folder: Path) -> Outcome:
     port, state = free_port(), folder / f"{case.name}-state"
     limit = f"{case.card_bytes // MIB}MiB"
     arguments = ["serve", str(model), "--memory-limit", limit, "--llama-server", server, *case.guarded]
+    arguments += ["--deadline", f"{REQUEST_S:.0f}"]  # as patient as the clients are, on a slow machine too
     outcome = Outcome(
         case=case.name, side="kvguard", command=shown(["kvguard", *arguments]), asked=case.load.requests
     )
@@ -291,7 +292,7 @@ def guarded(case: Case, server: str, model: Path, folder: Path) -> Outcome:
 
 
 def events(state: Path) -> Iterator[dict[str, Any]]:
-    log = state / "kvguard.jsonl"
+    log = state / "log" / "kvguard.jsonl"
     for line in log.read_text().splitlines() if log.exists() else ():
         yield json.loads(line)
 
@@ -394,6 +395,7 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> list[O
 
 def main() -> int:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that children and cgroups go either way
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="kvguard-demo-") as temporary:
         folder = arguments.keep or Path(temporary)
@@ -403,6 +405,9 @@ def main() -> int:
         except CannotRun as exc:
             console.print(f"[bold red]error:[/] {exc}")
             return 2
+        except KeyboardInterrupt:
+            console.print("interrupted: engines and cgroups are gone")
+            return 130
     if arguments.json:
         print(json.dumps({"machine": machine(), "outcomes": [asdict(outcome) for outcome in outcomes]}))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
@@ -21,6 +22,8 @@ from kvguard.domain import (
     Step,
     Variant,
 )
+from kvguard_adapters.backends import steps
+from kvguard_adapters.backends.options import Options
 from kvguard_policies.degradation.climbing import FIRST_WAIT_S, LONGEST_WAIT_S, CoolDown, climb, regain
 from kvguard_policies.degradation.ladder import PRESETS, DegradationLadder, parse_order
 from kvguard_policies.degradation.routes import ROUTES, route
@@ -52,28 +55,15 @@ def failure(cause: Cause = Cause.KV_DONT_FIT, stage: Stage = Stage.LOAD, fits: i
     return Failure(stage=stage, causes=(cause,), confidence=0.9, evidence=(), fits_ctx_tokens=fits)
 
 
-def next_steps(now: Knobs, rung: Rung) -> list[Knobs]:
-    """What an adapter offers: the pool shrinks with batch and ctx, the micro-batch belongs to batch."""
-    if rung is Rung.BATCH:
-        halves = [now.batch >> n for n in range(1, now.batch.bit_length())]
-        smaller = [replace(now, batch=b, pool_tokens=_pool(now, b / now.batch)) for b in halves]
-        return smaller + [replace(now, prefill_tokens=p) for p in (256, 128, 64) if p < now.prefill_tokens]
-    if rung is Rung.CTX:
-        halves = [now.ctx_tokens >> n for n in range(1, 20) if now.ctx_tokens >> n >= MIN_CTX]
-        return [
-            replace(now, ctx_tokens=c, pool_tokens=max(c, now.pool_tokens * c // now.ctx_tokens))
-            for c in halves
-        ]
-    if rung is Rung.QUANT:
-        return [replace(now, quant=v) for v in VARIANTS if v.bits < now.quant.bits]
-    return [replace(now, gpu_layers=n) for n in range(now.gpu_layers - 1, -1, -1)]
+ENGINE = Options(variants=VARIANTS, layers=40, min_ctx=MIN_CTX)
 
 
-def _pool(now: Knobs, factor: float) -> int:
-    return max(now.ctx_tokens, int(now.pool_tokens * factor))
+def next_steps(now: Knobs, rung: Rung) -> Sequence[Knobs]:
+    """What the adapters of the real engines offer."""
+    return steps.next_steps(now, rung, ENGINE, frozenset())
 
 
-def options(now: Knobs) -> dict[Rung, list[Knobs]]:
+def options(now: Knobs) -> dict[Rung, Sequence[Knobs]]:
     return {rung: next_steps(now, rung) for rung in Rung}
 
 
@@ -209,6 +199,7 @@ def test_the_default_order_walks_every_rung_one_variable_a_step() -> None:
         "prefill_tokens 512 -> 256",
         "prefill_tokens 256 -> 128",
         "prefill_tokens 128 -> 64",
+        "prefill_tokens 64 -> 32",
         "ctx_tokens 8192 -> 4096",
         "ctx_tokens 4096 -> 2048",
         "quant Q8 -> Q5",
@@ -228,7 +219,7 @@ def test_the_default_order_walks_every_rung_one_variable_a_step() -> None:
     ],
 )
 def test_another_order_gives_up_its_own_rungs_in_its_own_order(order: str, trail: list[str]) -> None:
-    now = knobs(batch=2, ctx=4096, quant=Q4, layers=1, prefill_tokens=64)
+    now = knobs(batch=2, ctx=4096, quant=Q4, layers=1, prefill_tokens=32)
     assert walk(DegradationLadder(parse_order(order)), now, Cause.KV_DONT_FIT) == trail
 
 
@@ -245,7 +236,7 @@ def test_weights_that_do_not_fit_pass_batch_and_ctx_over_and_say_why() -> None:
 
 
 def test_strict_walks_the_rungs_that_the_cause_rules_out_too() -> None:
-    now = knobs(batch=2, ctx=4096, quant=Q4, layers=1, prefill_tokens=64)
+    now = knobs(batch=2, ctx=4096, quant=Q4, layers=1, prefill_tokens=32)
     assert walk(DegradationLadder(strict=True), now, Cause.WEIGHTS_DONT_FIT) == [
         "batch 2 -> 1",
         "ctx_tokens 4096 -> 2048",
@@ -255,7 +246,7 @@ def test_strict_walks_the_rungs_that_the_cause_rules_out_too() -> None:
 
 
 def test_host_memory_is_not_cured_by_layers_that_leave_the_card() -> None:
-    now = knobs(batch=1, ctx=2048, quant=Q2, layers=4, prefill_tokens=64)
+    now = knobs(batch=1, ctx=2048, quant=Q2, layers=4, prefill_tokens=32)
     end = DegradationLadder().next(failure(Cause.HOST_RAM_OOM_KILLED), now, options(now), [])
     assert isinstance(end, Exhausted)
     assert end.skipped[-1].rung is Rung.GPU_LAYERS
@@ -263,7 +254,7 @@ def test_host_memory_is_not_cured_by_layers_that_leave_the_card() -> None:
 
 
 def test_a_card_made_of_host_memory_is_cured_by_layers_when_the_accounts_say_so() -> None:
-    now = knobs(batch=1, ctx=2048, quant=Q2, layers=4, prefill_tokens=64)
+    now = knobs(batch=1, ctx=2048, quant=Q2, layers=4, prefill_tokens=32)
     step = DegradationLadder().next(
         failure(Cause.HOST_RAM_OOM_KILLED), now, options(now), [], **priced(now, 20)
     )
@@ -272,7 +263,7 @@ def test_a_card_made_of_host_memory_is_cured_by_layers_when_the_accounts_say_so(
 
 
 def test_what_the_user_holds_is_never_given_up() -> None:
-    now = knobs(batch=4, ctx=8192, layers=1, prefill_tokens=64)
+    now = knobs(batch=4, ctx=8192, layers=1, prefill_tokens=32)
     ladder = DegradationLadder(never=frozenset({Rung.QUANT}), min_ctx_tokens=4096, min_batch=2)
     assert walk(ladder, now, Cause.KV_DONT_FIT) == [
         "batch 4 -> 2",
@@ -287,6 +278,21 @@ def test_a_refuted_configuration_is_jumped_over() -> None:
     step = DegradationLadder().next(failure(), now, options(now), [half])
     assert isinstance(step, Step)
     assert step.knobs.batch == 2
+
+
+def test_a_step_of_two_variables_is_taken_only_where_all_of_one_are_refuted() -> None:
+    now = knobs(batch=2)
+    both = [replace(now, batch=1, pool_tokens=8192, prefill_tokens=p) for p in (256, 128)]
+    single = replace(now, prefill_tokens=128)
+    offered = {Rung.BATCH: [*both, single]}
+    for strict in (False, True):
+        ladder = DegradationLadder((Rung.BATCH,), strict=strict)
+        step = ladder.next(failure(), now, offered, [])
+        assert isinstance(step, Step)
+        assert step.knobs == single
+        step = ladder.next(failure(), now, offered, [single, both[0]])
+        assert isinstance(step, Step)
+        assert step.knobs == both[1]
 
 
 # ---------------------------------------------------------------- steps by the accounts
@@ -308,7 +314,7 @@ def test_a_refuted_configuration_is_jumped_over() -> None:
 def test_the_nearest_configuration_that_frees_what_is_missing(
     need_mib: int, change: str, skipped: list[Rung]
 ) -> None:
-    now = knobs(batch=8, ctx=8192, prefill_tokens=64)
+    now = knobs(batch=8, ctx=8192, prefill_tokens=32)
     step = DegradationLadder().next(failure(), now, options(now), [], **priced(now, need_mib))
     assert isinstance(step, Step)
     assert step.reason.split(":")[0] == change
@@ -317,7 +323,7 @@ def test_the_nearest_configuration_that_frees_what_is_missing(
 
 
 def test_a_skip_by_the_accounts_carries_its_sum() -> None:
-    now = knobs(batch=2, ctx=2048, prefill_tokens=64)
+    now = knobs(batch=2, ctx=2048, prefill_tokens=32)
     step = DegradationLadder().next(failure(), now, options(now), [], **priced(now, 300))
     assert isinstance(step, Step)
     assert step.reason == "quant Q8 -> Q5: frees 300 MiB of 300 MiB missing"
@@ -327,7 +333,7 @@ def test_a_skip_by_the_accounts_carries_its_sum() -> None:
 
 
 def test_layers_leave_by_what_the_accounts_say_is_missing() -> None:
-    now = knobs(batch=1, ctx=2048, quant=Q2, layers=16, prefill_tokens=64)  # 12.5 MiB a layer
+    now = knobs(batch=1, ctx=2048, quant=Q2, layers=16, prefill_tokens=32)  # 12.5 MiB a layer
     for need_mib, layers in ((1, 15), (30, 13), (200, 0), (999, 0)):
         step = DegradationLadder().next(failure(), now, options(now), [], **priced(now, need_mib))
         assert isinstance(step, Step)
@@ -335,7 +341,7 @@ def test_layers_leave_by_what_the_accounts_say_is_missing() -> None:
 
 
 def test_kv_rungs_are_walked_when_nothing_else_is_left_even_if_they_free_too_little() -> None:
-    now = knobs(batch=2, ctx=2048, quant=Q2, layers=0, prefill_tokens=64)
+    now = knobs(batch=2, ctx=2048, quant=Q2, layers=0, prefill_tokens=32)
     step = DegradationLadder().next(failure(), now, options(now), [], **priced(now, 5000))
     assert isinstance(step, Step)
     assert step.knobs.batch == 1

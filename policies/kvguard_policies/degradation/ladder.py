@@ -11,7 +11,8 @@ How `DegradationLadder.next` chooses:
    d. by the accounts batch and ctx together free less than is missing, and a rung that takes weights off
       the card is left: only that one can cure it.
 4. Within the rung take the nearest configuration that frees what is missing (less what the rungs passed over
-   under d can still give), else the furthest. Without accounts: the nearest.
+   under d can still give), else the furthest; without accounts, the nearest. Only configurations that differ
+   in a single variable count, unless all of those are refuted.
 
 `strict` turns 2, 3b to 3d and 4 off: every rung, every notch.
 """
@@ -24,7 +25,7 @@ from dataclasses import replace
 from kvguard.domain import Exhausted, Failure, Knobs, PoolKind, Rung, Skip, Step
 from kvguard_policies.degradation.prices import Prices
 from kvguard_policies.degradation.routes import route
-from kvguard_policies.degradation.words import COST, change
+from kvguard_policies.degradation.words import COST, change, changes
 
 Options = Mapping[Rung, Sequence[Knobs]]
 
@@ -98,7 +99,8 @@ class DegradationLadder:
         for rung, offered in left.items():
             why_not = prices.against(rung)
             if why_not is None:
-                return _step(rung, current, *prices.choose(rung, offered), skipped)
+                chosen, why = prices.choose(rung, _single(current, offered))
+                return _step(rung, current, chosen, why, skipped)
             skipped.append(Skip(rung=rung, reason=why_not))
         return _exhausted(skipped)
 
@@ -134,8 +136,13 @@ class DegradationLadder:
 
 def _first(left: Options, current: Knobs, skipped: Sequence[Skip]) -> Step | Exhausted:
     for rung, offered in left.items():
-        return _step(rung, current, offered[0], "next in order (strict)", skipped)
+        return _step(rung, current, _single(current, offered)[0], "next in order (strict)", skipped)
     return _exhausted(skipped)
+
+
+def _single(current: Knobs, offered: Sequence[Knobs]) -> Sequence[Knobs]:
+    """What changes one variable alone: an adapter may offer a micro-batch only below the smallest batch."""
+    return [knobs for knobs in offered if len(changes(current, knobs)) == 1] or offered
 
 
 def _step(rung: Rung, current: Knobs, knobs: Knobs, why: str, skipped: Sequence[Skip]) -> Step:

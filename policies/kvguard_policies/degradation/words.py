@@ -12,8 +12,8 @@ COST = {
 }
 
 
-def change(was: Knobs, now: Knobs) -> str:
-    """What a step changes, e.g. `batch 8 -> 4`; the pool follows it and is named only where it is alone."""
+def changes(was: Knobs, now: Knobs) -> list[str]:
+    """What differs, e.g. `batch 8 -> 4`; the pool follows, and is named only where it is alone."""
     pairs = [
         ("batch", was.batch, now.batch),
         ("prefill_tokens", was.prefill_tokens, now.prefill_tokens),
@@ -22,7 +22,11 @@ def change(was: Knobs, now: Knobs) -> str:
         ("gpu_layers", was.gpu_layers, now.gpu_layers),
     ]
     changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-    return ", ".join(changed) or f"pool_tokens {was.pool_tokens} -> {now.pool_tokens}"
+    return changed or [f"pool_tokens {was.pool_tokens} -> {now.pool_tokens}"]
+
+
+def change(was: Knobs, now: Knobs) -> str:
+    return ", ".join(changes(was, now))
 
 
 def _label(knobs: Knobs) -> str:
