@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -63,8 +64,10 @@ class Meter:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 5.0)
 
-    def phase(self, phase: Phase) -> None:
-        """End the present phase and begin another."""
+    async def phase(self, phase: Phase) -> None:
+        """End the present phase with a reading, however short it was, and begin another."""
+        with contextlib.suppress(CardLost):
+            await asyncio.to_thread(self._sample)
         with self._lock:
             self._close()
             self._open = _Open(phase, time.time())

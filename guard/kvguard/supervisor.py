@@ -227,7 +227,8 @@ class Supervisor:
         except LifeEnded as ended:
             evidence = ended.evidence
         except (BackendError, OSError) as exc:  # it could not even be spawned
-            evidence = Evidence(log_lines=(str(exc),))
+            self._parts.events.publish("start_failed", level="error", reason=str(exc))
+            evidence = Evidence(log_lines=(str(exc),), healthy=False, milestone="started")
         if evidence is None:
             return None
         if was_ready and self._clock() - began_s > STEADY_S:
