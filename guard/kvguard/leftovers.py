@@ -1,6 +1,8 @@
-"""Backends that outlived both kvguard and their warden: noted at every spawn, swept at the next start.
+"""Backends that outlived both kvguard and their warden: found by their record and killed, nothing else is.
 
-A note names pid, start time and cgroup, so that a pid that was given to somebody else is never touched.
+A warden writes one record a backend into the run directory and removes it when all is gone. A process belongs
+to a record when it is in the record's cgroup, is the recorded pid with the recorded start time or came of it,
+or carries the record's name in its environment.
 """
 
 from __future__ import annotations
@@ -10,81 +12,120 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
+from kvguard import processes
+from kvguard.cgroups import members
 
-START_TIME_TOLERANCE_S = 0.05
-PATIENCE_S = 5.0
+MARK = "KVGUARD_LIFE"
+"""Environment variable that holds a backend's name."""
 
-
-def note(run_dir: Path, pid: int, cgroup: Path | None) -> Path:
-    """Write down a backend that was just spawned. Returns the note, to be removed when it is gone."""
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = run_dir / f"backend-{pid}.json"
-    started_s = 0.0
-    with contextlib.suppress(psutil.Error):
-        started_s = psutil.Process(pid).create_time()
-    facts = {
-        "pid": pid,
-        "started_s": started_s,
-        "cgroup": str(cgroup) if cgroup else None,
-        "guard_pid": os.getpid(),
-        "guard_started_s": psutil.Process().create_time(),
-    }
-    path.write_text(json.dumps(facts))
-    return path
+PATIENCE_S = 15.0
+LOOK_AGAIN_S = 0.02
 
 
-def sweep(run_dir: Path) -> list[int]:
-    """Kill the noted backends whose kvguard is gone, and remove their cgroups. Returns the pids killed."""
-    killed = []
-    for path in run_dir.glob("backend-*.json"):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What a warden wrote of its backend; processes as (pid, start time in clock ticks)."""
+
+    name: str
+    kvguard: tuple[int, int]
+    warden: tuple[int, int]
+    backend: tuple[int, int]
+    cgroup: Path | None
+
+    @classmethod
+    def read(cls, file: Path) -> Leftover | None:
+        """None for a file that is gone, torn or not ours."""
         try:
-            facts = json.loads(path.read_text())
-            pid, guard = int(facts["pid"]), int(facts["guard_pid"])
-        except (OSError, ValueError, KeyError):
-            path.unlink(missing_ok=True)
+            raw = json.loads(file.read_text())
+            kvguard, warden, backend = (
+                (int(pid), int(started)) for pid, started in (raw["kvguard"], raw["warden"], raw["backend"])
+            )
+            name, cgroup = str(raw["name"]), Path(raw["cgroup"]) if raw["cgroup"] else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        if cgroup is not None and cgroup.name != name:
+            return None
+        return cls(name=name, kvguard=kvguard, warden=warden, backend=backend, cgroup=cgroup)
+
+    def pids(self) -> set[int]:
+        """All processes of this backend that are alive."""
+        found = set(members(self.cgroup)) if self.cgroup is not None else set()
+        if processes.is_alive(*self.backend):
+            found |= {self.backend[0], *processes.descendants(self.backend[0])}
+        return found | set(_marked(self.name))
+
+
+def record_path(run_dir: Path, name: str) -> Path:
+    return run_dir / f"{name}.backend.json"
+
+
+def sweep(run_dir: Path) -> list[str]:
+    """Kill what dead kvguards left under this run directory; returns a line for each backend. Blocking."""
+    told = []
+    for file in sorted(run_dir.glob("*.backend.json")):
+        leftover = Leftover.read(file)
+        if leftover is None:
+            file.unlink(missing_ok=True)
             continue
-        if _is(guard, facts["guard_started_s"]):
-            continue  # another kvguard on this state directory, and alive
-        if _is(pid, facts["started_s"]):
-            _kill_group(pid)
-            killed.append(pid)
-        if facts.get("cgroup"):
-            _empty(Path(facts["cgroup"]))
-        path.unlink(missing_ok=True)
+        if processes.is_alive(*leftover.warden):
+            if processes.is_alive(*leftover.kvguard):
+                continue
+            if _until(partial(_has_ended, leftover.warden)):  # it is at it
+                continue
+        if killed := kill(leftover, file):
+            told.append(f"killed {len(killed)} processes of backend {leftover.name}, which nobody guarded")
+    return told
+
+
+def kill(leftover: Leftover, file: Path) -> set[int]:
+    """Kill one backend without a warden, remove its cgroup and record; returns the pids. Blocking."""
+    killed: set[int] = set()
+
+    def none_left() -> bool:
+        victims = leftover.pids()
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(victims)
+        return not victims
+
+    if _until(none_left) and _until(partial(_removed, leftover.cgroup)):
+        file.unlink(missing_ok=True)
     return killed
 
 
-def _is(pid: int, started_s: float) -> bool:
-    """Whether the process of that pid is the one that was noted, and runs."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started_s) < START_TIME_TOLERANCE_S
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+def _has_ended(process: tuple[int, int]) -> bool:
+    return not processes.is_alive(*process)
 
 
-def _kill_group(pid: int) -> None:
-    """A backend leads a process group of its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _removed(cgroup: Path | None) -> bool:
+    if cgroup is None:
+        return True
+    with contextlib.suppress(OSError):
+        cgroup.rmdir()
+    return not cgroup.exists()
 
 
-def _empty(cgroup: Path) -> None:
-    """Kill what is left in a cgroup that we made, and remove it."""
+def _marked(name: str) -> Iterator[int]:
+    mark = f"{MARK}={name}".encode()
+    for pid in processes.all_pids():
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if mark in environment.split(b"\0"):
+                process = processes.look(pid)
+                if process is not None and process.alive:
+                    yield pid
+
+
+def _until(condition: Callable[[], bool]) -> bool:
     deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s and cgroup.name.startswith("kvguard-"):
-        with contextlib.suppress(OSError, ValueError):
-            for pid in (cgroup / "cgroup.procs").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
-        try:
-            cgroup.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOOK_AGAIN_S)
+    return True
