@@ -171,6 +171,19 @@ def test_an_allocation_that_a_retry_or_a_later_milestone_made_good_does_not_coun
     assert told("load_tensors: loading model tensors", oom).cause is Cause.WEIGHTS_DONT_FIT
 
 
+def test_source_lines_of_a_traceback_are_not_what_happened() -> None:
+    failure = told(
+        "Traceback (most recent call last):",
+        '  File "hub.py", line 20, in check',
+        '    raise ValueError(f"Unknown quantization method: {name}")',
+        '  File "worker.py", line 7, in load_model',
+        "    except torch.OutOfMemoryError:  # CUDA out of memory",
+        "FileNotFoundError: [Errno 2] No such file or directory: '/m/model.safetensors'",
+    )
+    assert failure.cause is Cause.MISSING_FILE
+    assert "line 6" in failure.evidence[0]
+
+
 def test_a_storm_of_overcome_errors_does_not_crowd_out_the_last_one() -> None:
     storm = (
         "W decode: failed to find a memory slot for batch of size 1024",

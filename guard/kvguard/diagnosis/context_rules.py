@@ -13,7 +13,7 @@ HARMLESS = re.compile(
     r"""is\ preempted\ by|PreemptionMode|preempt(?:ed|ion)\b.{0,80}(?:recompute|KV\ cache\ space)|retracted_reqs|[Rr]etract\ requests
     |failed\ to\ m(?:un)?lock|RLIMIT_MEMLOCK|ulimit\ -l
     |fit_params\w*:\ (?!.*\bsuccess).{0,40}(?:failed\ to\ fit|cannot\ (?:fit|meet)|encountered)|failed\ to\ fit\ params|cannot\ meet\ free\ memory\ target
-    |of\ pinned\ memory|pinned\ memory.{0,40}fail|destroy_process_group\(\)|leaked\ (?:semaphore|shared_memory)|resource_tracker
+    |(?:of|allocate)\ pinned\ memory|pinned\ memory.{0,40}fail|destroy_process_group\(\)|leaked\ (?:semaphore|shared_memory)|resource_tracker
     |Unable\ to\ register\ cu\w+\ factory|computation_placer\ already|Could\ not\ find\ TensorRT|TF-TRT\ Warning|oneDNN\ custom\ operations
     |(?:Future|User|Deprecation|Runtime|Resource|Syntax)Warning\b|Failed\ to\ import\ from\ vllm\._\w+|Triton\ (?:is\ )?not\ installed
     |Ignore\ import\ error|no\ remote\ preset\ found|HEAD\ failed,\ status|[Ff]orcing\ full\ prompt\ re-processing

@@ -73,7 +73,7 @@ FORMAT: tuple[Rule, ...] = (
     rule(_Q, r"(?:KeyError|AttributeError|ValueError|RuntimeError|missing|unexpected|not found|no (?:module or )?parameter|weight)\b.{0,160}\b(?:qweight|qzeros|g_idx|\w*(?:weight|input|k|v)_scale\w*|weight_packed|weight_shape|absmax|quant_map|quant_state\w*|scales|wqkv|SCB)\b", stage=_LOAD),
     rule(_Q, r"KeyError: ['\"](?:[\w-]+\.){2,}\w+|KeyError: ['\"](?:model|layers|transformer|lm_head|blk)\.", stage=_LOAD, also=(_D, _C), sure=0.8),
     rule(_Q, r"There is no module or parameter named|weights were not initialized from checkpoint|(?:Unexpected|Missing) key\(s\) in state_dict", stage=_LOAD, also=(_D, _C), sure=0.8),
-    rule(_Q, r"(?:invalid|unknown|unsupported) (?:ggml|tensor|quant(?:ization)?|gguf|cache|KV cache|weight)[ _]?(?:data)?[ _]?type|unsupported (?:GGUF|GGML) ", stage=_LOAD, also=(_D,)),
+    rule(_Q, r"(?:invalid|unknown|unsupported) (?:ggml|tensor|quant(?:ization)?|gguf|cache|KV cache|weight)[ _]?(?:data)?[ _]?type|unsupported (?:GGUF|GGML) |tensor '[^']{1,200}' of type \w+.{0,40}not supported", stage=_LOAD, also=(_D,)),
     rule(_Q, r"cache type \w+ with block size|(?:K|V) cache (?:type|quantization)\b.{0,80}(?:does not divide|requires|not supported|unsupported)|kv[-_]cache[-_](?:d)?type\b.{0,80}(?:not supported|unsupported|invalid)", stage=_WARM),
     rule(_Q, r"(?:quantized V cache|V cache quantization) requires flash", stage=_WARM),
     rule(_Q, r"(?:not divisible by|is not a multiple of|not aligned with).{0,80}(?:group|block|pack|quant|tile|min_thread|weight)|(?:group_size|block_n|block_k|weight_block_size|input_size_per_partition|output_size_per_partition|output_partition_size|quantized weight shape)\b.{0,120}(?:divisible|aligned)", stage=_LOAD),

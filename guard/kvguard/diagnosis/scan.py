@@ -26,6 +26,9 @@ _MAX_JOINED_CHARS = 300
 _RECOVERS_LINES = 12
 
 _BLANK = re.compile(r"[.\s#=*-]*$")
+_FRAME_LINE = re.compile(r"\s*File \".{1,400}\", line \d+")
+_RAISE = re.compile(r"\s*(?:raise|except|assert|return) ")
+_EXCEPTION = re.compile(r"\s*(?:[\w.]*(?:Error|Exception|Exit|Interrupt|OutOfResources)\b|\w+Error\()")
 _SPEED = re.compile(r"^ *eval time.{0,80}?([\d.]+) tokens per second")
 
 
@@ -77,6 +80,7 @@ class Scan:
     _reader: Reader = field(default_factory=Reader)
     _frames: set[str] = field(default_factory=set)
     _recent: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    _after_frame: bool = False
     _joinable: bool = False  # the last line was loud and matched nothing
 
     def feed_all(self, raw_lines: Iterable[str]) -> Scan:
@@ -97,6 +101,8 @@ class Scan:
             return
         said = self._reader.read(text, line.level)
         self._note_life(said, line, text)
+        if self._is_source(text):
+            return
         matched = said.rule
         if matched is None and not said.marks & {Mark.RECOVERY, Mark.HARMLESS}:
             matched, text = self._joined(text, line)
@@ -112,11 +118,19 @@ class Scan:
         elif Mark.EFFECT in said.marks:
             self._keep(self.effects, line.number, text)
 
+    def _is_source(self, text: str) -> bool:
+        """Tell a line of code in a traceback: it may hold any wording, and says nothing happened."""
+        after_frame, self._after_frame = self._after_frame, False
+        if _FRAME_LINE.match(text):
+            self._after_frame = True
+            return True
+        return _RAISE.match(text) is not None or (after_frame and not _EXCEPTION.match(text))
+
     def _joined(self, text: str, line: Line) -> tuple[Rule | None, str]:
         """Try a message that was wrapped: with the line before it."""
         if line.quiet or not self._joinable or not self._recent:
             return None, text
-        if self._recent[-1].startswith("File ") or self._recent[-1].endswith((".", ":", ";", "}")):
+        if self._recent[-1].endswith((".", ":", ";", "}")):
             return None, text
         if len(text) > _MAX_JOINED_CHARS or len(self._recent[-1]) > _MAX_JOINED_CHARS:
             return None, text

@@ -111,7 +111,8 @@ def _3_answers_well(evidence: Evidence, scan: Scan) -> Verdict | None:
         return None
     if _spills(evidence, scan):
         return None
-    if _best(scan, evidence) is not None and not evidence.canary_ok and not _ok(evidence):
+    best = _best(scan, evidence)
+    if best is not None and (best.rule.cause is Cause.REQUEST_TOO_LONG or not _answered_well(evidence)):
         return None
     overcome = tuple(_quote(f.number, f.text) for f in scan.findings[:2])
     harmless = tuple(_quote(number, text) for number, text in scan.harmless[:2])
@@ -417,8 +418,8 @@ def _http_failed(evidence: Evidence) -> bool:
     return evidence.http_status is not None and evidence.http_status >= 400
 
 
-def _ok(evidence: Evidence) -> bool:
-    return evidence.http_status is not None and evidence.http_status < 400
+def _answered_well(evidence: Evidence) -> bool:
+    return evidence.canary_ok is True or (evidence.http_status is not None and evidence.http_status < 400)
 
 
 def _runs_well(evidence: Evidence) -> bool:
