@@ -16,8 +16,9 @@ from kvguard.geometry.llama_cpp import Cells, LlamaSettings, pad
 from kvguard.geometry.shapes import Geometry
 from kvguard.model import ModelMeta
 
-PROCESS_BYTES = 44 * MIB  # llama-server with no model: code, libraries, threads, HTTP
-TOKEN_BYTES = 112  # of each vocabulary entry beside its text: two copies, hash node, score, type
+PROCESS_BYTES = 24 * MIB  # llama-server with no vocabulary: code, libraries, threads, HTTP
+TOKEN_BYTES = 70  # of each vocabulary entry: hash nodes, score, type, cached pieces
+TEXT_COPIES = 12  # of a token's text: long ones leave the string itself for the heap, several times
 MERGE_BYTES = 150  # of each BPE merge: a hash node with two strings
 GPU_CONTEXT_BYTES = 450 * MIB  # CUDA context, cuBLAS workspace and memory pool; 300 to 600 MiB seen
 
@@ -44,12 +45,21 @@ def compute_bytes(meta: ModelMeta, geometry: Geometry, settings: LlamaSettings, 
     """
     ubatch = room.ubatch_tokens
     mask_cells = sum(_mask_cells(geometry, settings, room))
-    kv_width = max((layer.k_elems + layer.v_elems for layer in geometry.layers), default=0)
-    width = 5 * meta.n_embd + 3 * feed_forward_width(meta.hparams) + kv_width
-    attention = 0 if settings.flash_attn else 4 * heads(meta.hparams) * room.sequence
-    per_token = 2 * mask_cells + 4 * width + attention
+    attention = 0 if settings.flash_attn else heads(meta.hparams) * room.sequence
+    indexed = any(layer.name == "indexer" for layer in geometry.layers)
+    scores = attention + (2 * room.sequence if indexed else 0)
+    widest = ubatch * (2 * mask_cells + 4 * (_token_width(meta, geometry) + scores))
     logits = meta.n_vocab * min(ubatch, settings.sequences) * 4
-    return max(ubatch * per_token, logits + 2 * ubatch * mask_cells)
+    return max(widest, logits + 2 * ubatch * mask_cells)
+
+
+def _token_width(meta: ModelMeta, geometry: Geometry) -> int:
+    """Numbers that one token needs at the widest moment: residual stream, norm, feed-forward in and out."""
+    kv_width = max((layer.k_elems + layer.v_elems for layer in geometry.layers), default=0)
+    per_layer = 256 if meta.architecture == "gemma3n" else 0
+    per_layer = max(per_layer, _largest(meta.hparams.get("embedding_length_per_layer_input")))
+    width = 4 * meta.n_embd + 3 * feed_forward_width(meta.hparams) + kv_width
+    return max(width, 4 * per_layer * meta.n_layer)
 
 
 def _mask_cells(geometry: Geometry, settings: LlamaSettings, room: Cells) -> list[int]:
@@ -92,7 +102,8 @@ def output_bytes(meta: ModelMeta, settings: LlamaSettings) -> int:
 
 def process_bytes(meta: ModelMeta) -> int:
     """Estimate what the server's process holds besides buffers: mostly its vocabulary."""
-    vocabulary = meta.n_vocab * TOKEN_BYTES + 2 * meta.token_text_bytes + meta.merges * MERGE_BYTES
+    vocabulary = meta.n_vocab * TOKEN_BYTES + TEXT_COPIES * meta.token_text_bytes
+    vocabulary += meta.merges * MERGE_BYTES
     return PROCESS_BYTES + vocabulary
 
 
