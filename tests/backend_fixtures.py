@@ -138,6 +138,7 @@ class Case:
     long_answer  makes it generate to max_tokens
     prints       the accounts that it prints where there is no GPU
     many_prompts whether one request may hold several, or token ids
+    counts_in_process  whether tokens of plain texts are counted without the engine
     """
 
     name: str
@@ -149,6 +150,7 @@ class Case:
     long_answer: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     prints: frozenset[AccountName] = frozenset({"weights", "kv", "overhead"})
     many_prompts: bool = True
+    counts_in_process: bool = False
 
 
 def tiny_gguf(folder: Path) -> Path:
@@ -196,6 +198,7 @@ def llama_cpp_python_case(folder: Path) -> Case:
         kind="openai",
         long_answer={"logit_bias": {str(end_of_text): -100}},
         many_prompts=False,
+        counts_in_process=True,
     )
 
 
@@ -243,6 +246,7 @@ def vllm_case(folder: Path) -> Case:
         broken_model=str(folder / "empty"),
         kind="vllm",
         prints=frozenset({"kv"}),
+        counts_in_process=True,
     )
 
 

@@ -43,6 +43,7 @@ def process(case: Case) -> Iterator[EngineProcess]:
 @pytest.fixture
 async def engine(case: Case, process: EngineProcess) -> AsyncIterator[Engine]:
     client = case.backend.connect(process.endpoint)
+    await until_healthy(client)
     yield client
     await client.close()
 
@@ -55,6 +56,12 @@ async def http(process: EngineProcess) -> AsyncIterator[aiohttp.ClientSession]:
         process.endpoint.base_url, headers=headers, connector=connector
     ) as session:
         yield session
+
+
+async def until_healthy(engine: Engine) -> None:
+    """An engine may say that it is ready a moment before it listens."""
+    while not await engine.healthy():
+        pass
 
 
 async def ask(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +175,7 @@ CHATS: list[dict[str, Any]] = [
 ]
 PROMPTS: list[Any] = [
     "Once upon a time",
-    "",
+    " ",
     "the <|im_start|> special",
     [72, 101, 108, 108, 111],
     ["one prompt", "and a longer second prompt", "x"],
@@ -307,11 +314,18 @@ async def test_attached_to_nothing_it_is_not_healthy() -> None:
 async def test_sigterm_ends_it_cleanly_and_then_nothing_answers(case: Case) -> None:
     with running(case.backend, case.knobs) as started:
         client = case.backend.connect(started.endpoint)
-        assert await client.healthy()
+        await until_healthy(client)
+        await client.capacity(case.knobs, started.lines)
+        counted = await client.count_tokens("/v1/chat/completions", CHATS[1])
         started.terminate()
         assert not await client.healthy()
         with pytest.raises(NotReady):
             await client.sample()
+        if case.counts_in_process:
+            assert await client.count_tokens("/v1/chat/completions", CHATS[1]) == counted
+        else:
+            with pytest.raises(NotReady):
+                await client.count_tokens("/v1/chat/completions", CHATS[1])
         await client.close()
         with pytest.raises(ProcessLookupError):
             os.killpg(started.pid, 0)
@@ -341,6 +355,7 @@ async def test_a_split_pool_is_told_apart(case: Case) -> None:
     knobs = replace(case.knobs, pool_kind=PoolKind.SPLIT, ctx_tokens=1024, pool_tokens=2048)
     with running(case.backend, knobs) as started:
         client = case.backend.connect(started.endpoint)
+        await until_healthy(client)
         capacity = await client.capacity(knobs, started.lines)
         await client.close()
     assert capacity.pool_kind is PoolKind.SPLIT

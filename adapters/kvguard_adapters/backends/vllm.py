@@ -53,7 +53,7 @@ class Vllm:
         return Launch(argv=(*self.python.server(), *arguments, *extra, *own), env=self._env(knobs, api_key))
 
     def connect(self, endpoint: Endpoint) -> VllmEngine:
-        return VllmEngine(endpoint)
+        return VllmEngine(endpoint, model_path=self.options.model_path)
 
     def milestone(self, line: str) -> str | None:
         return vllm_log.milestone(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from kvguard_adapters.backends import prometheus
 from kvguard_adapters.backends.http import EngineHttp
 from kvguard_adapters.backends.vllm_log import printed_sizes
 from kvguard_adapters.tokenizers.backend_http import VllmTokenCounter
+from kvguard_adapters.tokenizers.huggingface import CheckedCounter
 
 HEALTH_TIMEOUT_S = 5.0
 POLL_TIMEOUT_S = 5.0
@@ -32,11 +34,16 @@ class _Models(msgspec.Struct):
 class VllmEngine:
     """Implements `ports.Engine`."""
 
-    def __init__(self, endpoint: Endpoint, *, sequences: int = 0) -> None:
-        """`sequences`: how many it runs at once, where neither its log nor knobs tell."""
+    def __init__(self, endpoint: Endpoint, *, sequences: int = 0, model_path: str = "") -> None:
+        """`sequences`: how many it runs at once, where its log does not tell.
+
+        `model_path`: the checkpoint whose tokenizer it has, where the knobs name another form of it.
+        """
         self._http = EngineHttp(endpoint)
         self._sequences = sequences
-        self._counter = VllmTokenCounter(self._http)
+        self._model_path = model_path
+        self._engine_counter = VllmTokenCounter(self._http)
+        self._counter: CheckedCounter | None = None
 
     async def healthy(self) -> bool:
         """It answers 503 when its engine core has died under a living API server."""
@@ -50,6 +57,7 @@ class VllmEngine:
         """The pool from `vllm:cache_config_info`, else the log; the context from the model list."""
         page = await self._http.get_text("/metrics", timeout_s=START_TIMEOUT_S)
         models: _Models = await self._http.get("/v1/models", _Models, timeout_s=START_TIMEOUT_S)
+        self._count_by(Path(self._model_path or knobs.quant.source), models.data[0].id if models.data else "")
         printed = printed_sizes(log_lines)
         pool_tokens, block_tokens = pool_of(page)
         pool_tokens = pool_tokens or printed.pool_tokens
@@ -80,14 +88,20 @@ class VllmEngine:
         )
 
     async def count_tokens(self, path: str, body: Mapping[str, Any]) -> int:
-        return await self._counter.count(path, body)
+        return await (self._counter or self._engine_counter).count(path, body)
 
     async def model_names(self) -> Sequence[str]:
         models: _Models = await self._http.get("/v1/models", _Models, timeout_s=POLL_TIMEOUT_S)
         return [model.id for model in models.data]
 
     async def close(self) -> None:
+        if self._counter is not None:
+            await self._counter.close()
         await self._http.close()
+
+    def _count_by(self, folder: Path, model_name: str) -> None:
+        if self._counter is None and (folder / "tokenizer.json").is_file():
+            self._counter = CheckedCounter(folder, self._engine_counter, model_name)
 
 
 def pool_of(page: str) -> tuple[int, int]:

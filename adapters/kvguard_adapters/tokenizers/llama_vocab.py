@@ -76,6 +76,8 @@ class VocabularyCounter:
     async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
+            assert child.stdin is not None
+            child.stdin.close()
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
