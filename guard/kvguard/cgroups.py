@@ -78,7 +78,8 @@ class Limit:
         self.path = path
         self.reason = reason
         self.size_bytes = size_bytes
-        self._counter = _nearest_counter(path, own)
+        folders = (path,) if path is not None else own.paths()
+        self._counter = next(filter(None, map(_counter_of, folders)), None)
         self._oom_before = _counted(self._counter)
 
     def enter(self) -> None:
@@ -100,15 +101,12 @@ class Limit:
             with contextlib.suppress(OSError):
                 _put(self.path / "cgroup.kill", 1)
 
-    def oom_kills(self, *, signal: int | None) -> int:
+    def oom_kills(self) -> int:
         """Processes that the kernel killed for memory since the limit was made.
 
-        Without a cgroup of its own the count is of the cgroup that we share, most often a container. That of
-        the whole machine says something only where the backend itself died of signal 9.
+        Without a cgroup of its own, the count is of the one that we share with it, most often a container.
         """
-        if self._counter == _MACHINE and signal != 9:
-            return 0
-        return max(0, _counted(self._counter) - self._oom_before)
+        return _counted(self._counter) - self._oom_before
 
     def remove(self) -> None:
         """Remove the cgroup; the kernel may need a moment after the last process."""
@@ -130,13 +128,9 @@ def members(path: Path) -> list[int]:
         return []
 
 
-_MACHINE = Path("/proc/vmstat")
-
-
 def oom_kills_in(path: Path) -> int:
     """Processes of this cgroup that any out-of-memory killer of the kernel has killed."""
-    counter = _counter_of(path)
-    return _counted(counter) if counter is not None else 0
+    return _counted(_counter_of(path))
 
 
 def _counter_of(path: Path) -> Path | None:
@@ -146,17 +140,9 @@ def _counter_of(path: Path) -> Path | None:
     return None
 
 
-def _nearest_counter(path: Path | None, own: OwnCgroups) -> Path:
-    for folder in (path, *own):
-        counter = _counter_of(folder) if folder is not None else None
-        if counter is not None:
-            return counter
-    return _MACHINE
-
-
-def _counted(counter: Path) -> int:
+def _counted(counter: Path | None) -> int:
     with contextlib.suppress(OSError):
-        for line in counter.read_text().splitlines():
+        for line in counter.read_text().splitlines() if counter is not None else ():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)

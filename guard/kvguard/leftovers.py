@@ -64,9 +64,9 @@ def record_path(run_dir: Path, name: str) -> Path:
     return run_dir / f"{name}.backend.json"
 
 
-def sweep(run_dir: Path) -> list[str]:
-    """Kill what dead kvguards left under this run directory; returns a line for each backend. Blocking."""
-    told = []
+def sweep(run_dir: Path) -> list[int]:
+    """Kill what dead kvguards left under this run directory; returns the pids. Blocking."""
+    killed: list[int] = []
     for file in sorted(run_dir.glob("*.backend.json")):
         leftover = Leftover.read(file)
         if leftover is None:
@@ -77,9 +77,8 @@ def sweep(run_dir: Path) -> list[str]:
                 continue
             if _until(partial(_has_ended, leftover.warden)):  # it is at it
                 continue
-        if killed := kill(leftover, file):
-            told.append(f"killed {len(killed)} processes of backend {leftover.name}, which nobody guarded")
-    return told
+        killed += sorted(kill(leftover, file))
+    return killed
 
 
 def kill(leftover: Leftover, file: Path) -> set[int]:

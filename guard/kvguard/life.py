@@ -175,7 +175,7 @@ class Life:
         self._meter = Meter(card, interval_s=self._settings.sample_interval_s, own_pids=own_pids)
         self.others_bytes = _held_by_others(card, self._child)
         await self._meter.start()
-        await self._meter.phase(Phase.LOADING)
+        await self._meter.switch(Phase.LOADING)
         await self._or_end(self._until_healthy())
         capacity = await self._or_end(self.engine.capacity(self.knobs, self._log.lines()))
         self._milestone, self._load_end = "ready", self._log.count
@@ -215,7 +215,7 @@ class Life:
 
     async def confirm(self, *, full_context: bool = False) -> Confirmation:
         assert self._meter is not None
-        await self._meter.phase(Phase.LOADED_IDLE)
+        await self._meter.switch(Phase.LOADED_IDLE)
         stable = await self._or_end(self._meter.stable(STABLE_WINDOW_S, timeout_s=STABLE_TIMEOUT_S))
         ctx = self.knobs.ctx_tokens
         steps = [
@@ -227,9 +227,9 @@ class Life:
         model = (await self._or_end(self.engine.model_names()) or ["default"])[0]
         probes = []
         for phase, prompt_tokens, new_tokens in steps:
-            await self._meter.phase(phase)
+            await self._meter.switch(phase)
             probes.append(await self._probe(model, max(2, prompt_tokens), new_tokens))
-        await self._meter.phase(Phase.SERVING)
+        await self._meter.switch(Phase.SERVING)
         peaks = self.peaks()
         short = probes[0]
         return Confirmation(

@@ -1,4 +1,4 @@
-"""Samples a card at 20 Hz or faster and keeps the peak of each named phase, with its source and interval."""
+"""Samples a card at 20 Hz or faster, in a thread of its own: a slow driver never stalls the event loop."""
 
 from __future__ import annotations
 
@@ -6,32 +6,23 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from kvguard.domain import MIB, CardReading, Phase, PhasePeak
+from kvguard.domain import CardReading, Phase, PhasePeak
 from kvguard.ports import Card, CardLost
+from kvguard.readings import Readings, Tolerance
 
-HISTORY_INTERVAL_S = 1.0
-HISTORY_S = 3600
-STABLE_TOLERANCE_BYTES = 8 * MIB
-STABLE_TOLERANCE_RATIO = 0.01
+LOST_RETRY_S = 1.0
+"""How often a card that does not answer is tried again."""
 
-
-@dataclass(slots=True)
-class _Open:
-    """The phase that is being measured."""
-
-    phase: Phase
-    started_at: float
-    peak_bytes: int = 0
-    last_bytes: int = 0
-    samples: int = 0
+JOIN_PATIENCE_S = 5.0
 
 
 class Meter:
-    """One card's readings, taken in a thread of its own: a slow driver never stalls the event loop."""
+    """One card's readings. `lost` is set while the card does not answer.
+
+    clock  monotonic seconds, for windows; wall  unix time, for what is written down
+    """
 
     def __init__(
         self,
@@ -39,22 +30,25 @@ class Meter:
         *,
         interval_s: float = 0.05,
         own_pids: Callable[[], Sequence[int]] = lambda: (),
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._card = card
         self._interval_s = interval_s
         self._own_pids = own_pids
+        self._clock = clock
+        self._wall = wall
         self._lock = threading.Lock()
-        self._open = _Open(Phase.BASELINE, time.time())
-        self._closed: list[PhasePeak] = []
-        self._history: deque[tuple[float, int]] = deque(maxlen=int(HISTORY_S / HISTORY_INTERVAL_S))
-        self._last: CardReading | None = None
-        self._recent: deque[tuple[float, int]] = deque()
+        self._readings = Readings(interval_s=interval_s, at=wall())
         self._quit = threading.Event()
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sampled = asyncio.Event()
         self.lost: CardLost | None = None
 
     async def start(self) -> None:
         """Take the first reading and go on in the background. Raises CardLost."""
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._sample)
         self._thread = threading.Thread(target=self._run, name="meter", daemon=True)
         self._thread.start()
@@ -62,90 +56,86 @@ class Meter:
     async def stop(self) -> None:
         self._quit.set()
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 5.0)
+            await asyncio.to_thread(self._thread.join, JOIN_PATIENCE_S)
 
-    async def phase(self, phase: Phase) -> None:
-        """End the present phase with a reading, however short it was, and begin another."""
+    def phase(self, phase: Phase) -> None:
+        """End the present phase and begin another."""
+        with self._lock:
+            self._readings.begin(phase, self._wall())
+
+    async def switch(self, phase: Phase) -> None:
+        """`phase`, after one more reading: a phase shorter than the interval is still seen."""
         with contextlib.suppress(CardLost):
             await asyncio.to_thread(self._sample)
-        with self._lock:
-            self._close()
-            self._open = _Open(phase, time.time())
+        self.phase(phase)
 
     def peaks(self) -> tuple[PhasePeak, ...]:
         """All phases that ended, and the present one as far as it is."""
         with self._lock:
-            present = self._peak(self._open)
-            return (*self._closed, *([present] if self._open.samples else []))
+            return self._readings.peaks(self._wall())
 
     def history(self) -> list[tuple[float, int]]:
-        """Used bytes over the last hour, one a second: (unix time, bytes)."""
+        """Used bytes over the last hour, the highest of each second: (unix time, bytes)."""
         with self._lock:
-            return list(self._history)
+            return self._readings.history()
 
     @property
     def last(self) -> CardReading | None:
-        return self._last
+        return self._readings.last
 
     @property
     def used_bytes(self) -> int:
-        return self._last.used_bytes if self._last is not None else 0
+        last = self.last
+        return last.used_bytes if last is not None else 0
 
     @property
     def total_bytes(self) -> int:
         return self._card.info.total_bytes
 
-    async def stable(self, window_s: float, *, timeout_s: float) -> bool:
-        """Wait until the readings of a whole window lie close together; False when they never do."""
-        deadline_s = time.monotonic() + timeout_s
-        began_s = time.monotonic()
-        while time.monotonic() < deadline_s:
-            await asyncio.sleep(self._interval_s)
-            with self._lock:
-                window = [used for at_s, used in self._recent if at_s > time.monotonic() - window_s]
-            if time.monotonic() - began_s < window_s or len(window) < 3:
-                continue
-            tolerance = max(STABLE_TOLERANCE_BYTES, STABLE_TOLERANCE_RATIO * max(window))
-            if max(window) - min(window) <= tolerance:
-                return True
+    async def stable(self, window_s: float, *, timeout_s: float, tolerance: Tolerance | None = None) -> bool:
+        """Wait until the readings of a whole window lie close together.
+
+        False when they never do, or when the card is lost.
+        """
+        since_s = self._clock()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.lost is None:
+                    if self._at_rest(since_s, window_s, tolerance or Tolerance()):
+                        return True
+                    self._sampled.clear()
+                    await self._sampled.wait()
         return False
+
+    def _at_rest(self, since_s: float, window_s: float, tolerance: Tolerance) -> bool:
+        with self._lock:
+            return self._readings.at_rest(
+                since_s=since_s, now_s=self._clock(), window_s=window_s, tolerance=tolerance
+            )
 
     # ------------------------------------------------------------ the sampling thread
 
     def _run(self) -> None:
-        while not self._quit.wait(self._interval_s):
+        """Keep the pace whatever a reading takes; a lost card is looked for at leisure."""
+        next_s = time.monotonic()
+        while True:
+            next_s = max(time.monotonic(), next_s + (LOST_RETRY_S if self.lost else self._interval_s))
+            if self._quit.wait(next_s - time.monotonic()):
+                return
             try:
                 self._sample()
+                self.lost = None
             except CardLost as exc:
                 self.lost = exc
-                return
+            self._tell()
 
     def _sample(self) -> None:
         reading = self._card.read(self._own_pids())
-        now_s = time.monotonic()
         with self._lock:
-            self._last = reading
-            self._open.samples += 1
-            self._open.last_bytes = reading.used_bytes
-            self._open.peak_bytes = max(self._open.peak_bytes, reading.used_bytes)
-            self._recent.append((now_s, reading.used_bytes))
-            while self._recent and self._recent[0][0] < now_s - 10.0:
-                self._recent.popleft()
-            if not self._history or time.time() - self._history[-1][0] >= HISTORY_INTERVAL_S:
-                self._history.append((time.time(), reading.used_bytes))
+            self._readings.add(reading, at=self._wall(), at_s=self._clock())
 
-    def _close(self) -> None:
-        if self._open.samples:
-            self._closed.append(self._peak(self._open))
-
-    def _peak(self, one: _Open) -> PhasePeak:
-        return PhasePeak(
-            phase=one.phase,
-            peak_bytes=one.peak_bytes,
-            last_bytes=one.last_bytes,
-            source=self._last.source if self._last is not None else "",
-            interval_s=self._interval_s,
-            samples=one.samples,
-            started_at=one.started_at,
-            ended_at=time.time(),
-        )
+    def _tell(self) -> None:
+        """Wake whoever waits for a reading."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended before us
+                self._loop.call_soon_threadsafe(self._sampled.set)

@@ -177,7 +177,7 @@ class Warden:
             "exited",
             code=os.WEXITSTATUS(status) if number is None else None,
             signal=number,
-            oom_kills=self._limit.oom_kills(signal=number),
+            oom_kills=self._limit.oom_kills(),
             by_us=self._signalled,
         )
 
