@@ -11,16 +11,20 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from kvguard import log
 from kvguard.api.admin import AdminParts, make_admin
 from kvguard.api.auth import Keys
 from kvguard.api.openai import GuardApp, GuardSettings
 from kvguard.demand import Dialect
 from kvguard.domain import Capacity, Endpoint
 from kvguard.events import Events
+from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
+from kvguard_policies.admission import Reserve
+from kvguard_policies.ordering import FairOrder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from fakes import FakeClient, FakeSupervision, OpenLimiter, ready
+from fakes import FakeClient, FakeSupervision, ready
 
 CAPACITY = Capacity(pool_tokens=1 << 20, ctx_tokens=8192, sequences=256)
 
@@ -28,14 +32,18 @@ CAPACITY = Capacity(pool_tokens=1 << 20, ctx_tokens=8192, sequences=256)
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("base_url")
+    parser.add_argument("--log", type=Path, help="folder for the log, as `kvguard serve` writes it")
     args = parser.parse_args()
+    log.configure("warning", args.log)
     endpoint = Endpoint(base_url=args.base_url, api_key="secret")
     supervision = FakeSupervision(ready(endpoint, capacity=CAPACITY))
     engine = FakeClient(endpoint)
+    limiter = Limiter(policy=Reserve(), order=FairOrder())
+    limiter.resize(1, CAPACITY)
     metrics = Metrics()
     hot = GuardApp(
         supervision=supervision,
-        limiter=OpenLimiter(supervision),
+        limiter=limiter,
         engine=lambda: engine,
         settings=GuardSettings(keys=Keys({}), dialect=Dialect.VLLM),
         metrics=metrics,

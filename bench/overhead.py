@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -148,12 +149,12 @@ def loads() -> list[Load]:
     ]
 
 
-async def run_all(seconds: float) -> list[dict[str, object]]:
+async def run_all(seconds: float, log_dir: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for paced in (False, True):
         interval = str(PACED_INTERVAL_S if paced else 0)
         engine, engine_port = start("fake_upstream.py", "--interval-s", interval)
-        guard, guard_port = start("guarded.py", f"http://127.0.0.1:{engine_port}")
+        guard, guard_port = start("guarded.py", f"http://127.0.0.1:{engine_port}", "--log", log_dir)
         try:
             for load in (load for load in loads() if load.paced == paced):
                 direct = await measure(engine_port, engine.pid, load, seconds)
@@ -204,7 +205,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = uvloop.run(run_all(args.seconds))
+    with tempfile.TemporaryDirectory() as log_dir:
+        rows = uvloop.run(run_all(args.seconds, log_dir))
     if args.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]}
         print(json.dumps({"machine": machine, "rows": rows}, indent=1))
