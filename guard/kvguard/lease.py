@@ -25,6 +25,7 @@ class Lease:
 
     waited_s   how long the request stood in the queue
     drained_s  how long the engine took to free the place after `drain`; None until it was released
+    taken_back kvguard has cancelled it to make room; it stops within a few steps
     void       its backend life is over: whatever is reported of it changes nothing
     """
 
@@ -41,6 +42,7 @@ class Lease:
         "released",
         "request_id",
         "started_s",
+        "taken_back",
         "void",
         "waited_s",
     )
@@ -60,6 +62,7 @@ class Lease:
         self.waited_s = waited_s
         self.new_tokens = 0
         self.released = False
+        self.taken_back = False
         self.void = False
         self.draining_since_s: float | None = None
         self.drained_s: float | None = None
@@ -111,4 +114,5 @@ class Lease:
         """Called by the limiter."""
         callback, self._take_back = self._take_back, None
         if callback is not None:
+            self.taken_back = True
             callback()

@@ -276,7 +276,8 @@ class Limiter:
 
     def drains(self, lease: Lease) -> None:
         lease.draining_since_s = self._clock()
-        self._policy.drain(lease.id)
+        if not lease.taken_back:
+            self._policy.drain(lease.id)
 
     def released(self, lease: Lease, ending: Ending, new_tokens: int | None) -> None:
         now_s = self._clock()
@@ -506,11 +507,13 @@ class Limiter:
     # ------------------------------------------------------------ taking back
 
     def _take_back_excess(self) -> None:
-        """Take the youngest back until what is left fits. Those that drain are on their way out already."""
+        """Take the youngest back until what is left fits, less what is on its way out already."""
         excess_tokens = self._policy.excess_tokens()
         if excess_tokens <= 0:
             return
-        for lease in sorted(self._leases.values(), key=lambda lease: -lease.id):
+        leases = sorted(self._leases.values(), key=lambda lease: -lease.id)
+        excess_tokens -= sum(self._policy.held_tokens(lease.id) for lease in leases if lease.taken_back)
+        for lease in leases:
             if excess_tokens <= 0:
                 return
             if lease.may_be_taken_back:

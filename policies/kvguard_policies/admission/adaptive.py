@@ -23,9 +23,9 @@ from kvguard_policies.admission.book import Book, Entry, Outlook, quantile
 from kvguard_policies.admission.feedback import Feedback
 from kvguard_policies.admission.ledger import Held, Ledger
 from kvguard_policies.admission.pricing import Price
-from kvguard_policies.admission.survival import AHEAD, Follow, Survival, labels
+from kvguard_policies.admission.survival import AHEAD, Z_CURVE, Follow, Survival, labels
 
-Z = 3.1
+Z = 3.2
 Z_FAILS_ALL = 4.0
 SPARE_SHARE = 0.02
 TAKE_BACK_STEPS = 8
@@ -39,11 +39,13 @@ class Adaptive(Ledger):
 
     name = "adaptive"
 
-    def __init__(self, *, z: float | None = None, spare_share: float = SPARE_SHARE) -> None:
+    def __init__(
+        self, *, z: float | None = None, z_curve: float = Z_CURVE, spare_share: float = SPARE_SHARE
+    ) -> None:
         super().__init__()
         self._z = z
         self._spare_share = spare_share
-        self._survival = Survival()
+        self._survival = Survival(z_curve=z_curve)
         self._feedback = Feedback(Z if z is None else z)
         self._running = Book()
         self._follows: dict[int, Follow] = {}
@@ -135,12 +137,13 @@ class Adaptive(Ledger):
         follow = self._follows.get(lease_id)
         if follow is None or not held.counted:
             return
+        self._survival.reached(follow, held.new_tokens)
         if lease_id in self._lags:
             self._has_started(lease_id, held)
             self._put(lease_id, held)
-        self._survival.reached(follow, held.new_tokens)
-        self._running.advance(lease_id, held.new_tokens, by_tokens, self._survival.row_at(follow))
-        self._outlook = None
+        else:
+            self._running.advance(lease_id, held.new_tokens, by_tokens, self._survival.row_at(follow))
+            self._outlook = None
 
     def drain(self, lease_id: int) -> None:
         super().drain(lease_id)

@@ -106,6 +106,8 @@ class Ledger:
         held = self.held.get(lease_id)
         if held is None:
             return 0
+        if not held.counted:
+            return held.price.tokens
         return held.price.sequences * (held.price.prompt_tokens + held.new_tokens)
 
     def excess_tokens(self) -> int:
