@@ -128,7 +128,7 @@ def test_a_card_without_a_model() -> None:
 def test_a_model_without_a_file() -> None:
     shape = ("--layers", 60, "--kv-heads", 8, "--head-dim", 128)
     text = run("--params", "27B", *shape)
-    for words in ("50.29 GiB", "25.15 GiB", "12.57 GiB", "245,760 bytes", "1.88 GiB", "7.50 GiB"):
+    for words in ("50.3 GiB", "25.1 GiB", "12.6 GiB", "245,760 bytes", "1.88 GiB", "7.50 GiB"):
         assert words in text
     fits = run_json("--params", "27B", "--bits", 4, "--card", "24GiB")
     assert fits["fits"] is True
@@ -179,3 +179,38 @@ def test_it_runs_as_a_module_on_this_machine(tiny: Path) -> None:
     report = json.loads(done.stdout)
     assert report["card"]["total_bytes"] > 1 << 28
     assert done.returncode == (0 if report["fits"] else 1)
+
+
+UNKNOWN_ENGINE = """#!{python}
+import sys
+if "--help" in sys.argv:
+    print("-m, --model FNAME  path\\n-c, --ctx-size N  size\\n-np, --parallel N  slots")
+else:
+    print("x common_memory_breakdown_print: |   - Host |   90 =   1 +  64 +  25 |")
+    print("x projected to use 90 MiB", flush=True)
+"""
+
+
+def test_an_architecture_that_we_do_not_know_is_asked_of_the_engine(tmp_path: Path) -> None:
+    """A real child process that answers as llama-server does: no real one has an unknown architecture."""
+    model = write_tiny_llama(tmp_path / "m.gguf")
+    model.write_bytes(
+        model.read_bytes()
+        .replace(b"llama.", b"xlama.")
+        .replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0xlama")
+    )
+    estimate = run_json(model, "--card", "2GiB", "--host")
+    kv = [entry for entry in estimate["accounts"]["entries"] if entry["account"] == "kv"]
+    assert [entry["basis"] for entry in kv] == ["estimate"]
+    assert "xlama" in kv[0]["note"]
+    engine = tmp_path / "llama-server"
+    engine.write_text(UNKNOWN_ENGINE.format(python=sys.executable))
+    engine.chmod(0o755)
+    told = run_json(model, "--card", "2GiB", "--host", "--llama-server", engine)
+    assert told["accounts"]["kv_bytes"] == 64 << 20
+    assert {e["basis"] for e in told["accounts"]["entries"] if e["account"] == "kv"} == {"engine's dry run"}
+
+
+def test_an_engine_that_is_not_there_is_named(tiny: Path) -> None:
+    text = run(tiny, "--card", "2GiB", "--host", "--llama-server", "/no/such/engine", code=2)
+    assert "/no/such/engine" in text

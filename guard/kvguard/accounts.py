@@ -116,6 +116,11 @@ def refine(predicted: Accounts, dry_run: Accounts) -> Accounts:
     return Accounts(entries=(*entries, *fresh))
 
 
+def checkpoint_bytes_of(meta: ModelMeta, knobs: Knobs) -> int:
+    """Bytes of one of llama-server's context checkpoints; 0 where the model can be rolled back without."""
+    return llama_cpp.checkpoint_bytes(geometry_of(meta), llama_settings(knobs))
+
+
 def card_layers(meta: ModelMeta, gpu_layers: int) -> range:
     """The layers that llama.cpp puts on the card: the last ones, where the very last is the output.
 

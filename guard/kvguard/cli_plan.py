@@ -6,21 +6,21 @@ Exit codes: 0 it fits, 1 it does not, 2 usage or a model that cannot be read.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from rich.console import Console
 
-from kvguard.domain import CardReading, PoolKind
+from kvguard.accounts import geometry_of
+from kvguard.domain import Basis, CardReading, PoolKind
 from kvguard.geometry import GeometryError
 from kvguard.matrix import CardRow, Measured
 from kvguard.model import ModelError, ModelMeta
-from kvguard.plan_report import card_report, matrix_report, parameters_report, plan_report
+from kvguard.plan_report import Ask, card_report, matrix_report, parameters_report, plan_report
 from kvguard.plan_view import show_card, show_matrix, show_parameters, show_plan
 from kvguard.planner import Limits, Prefer
 from kvguard.settings import parse_size
@@ -78,6 +78,9 @@ def plan(
     layers: Annotated[int, typer.Option(help="With --params: layers.", min=0)] = 0,
     kv_heads: Annotated[int, typer.Option(help="With --params: KV heads.", min=0)] = 0,
     head_dim: Annotated[int, typer.Option(help="With --params: dimension of a head.", min=0)] = 0,
+    llama_server: Annotated[
+        str | None, typer.Option(help="Ask this binary for its compute buffers (it loads nothing).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what fits on a card, what does not and why, before anything is downloaded or loaded.
@@ -126,7 +129,8 @@ def plan(
             _print(out, report, show_matrix, as_json)
             raise typer.Exit(0 if any(row["choice"] for row in report["rows"]) else EXIT_NO)
         row = _row(card[0] if card else "here", headroom, host)
-        report = plan_report(metas[0], row, limits, chosen, _projector_bytes(mmproj))
+        ask = asker(metas[0], row, llama_server)
+        report = plan_report(metas[0], row, limits, chosen, _projector_bytes(mmproj), ask)
         _print(out, report, show_plan, as_json)
         raise typer.Exit(0 if report["fits"] else EXIT_NO)
     except (ModelError, GeometryError, UsageError) as exc:
@@ -175,10 +179,28 @@ def _row(text: str, headroom: str | None, host: bool) -> CardRow:
 
 
 def card_here(host: bool) -> tuple[str, CardReading, bool]:
-    """This machine's memory as (label, reading, is a GPU)."""
-    memory = psutil.virtual_memory()
-    used = memory.total - memory.available
-    return "host memory", CardReading(at_s=time.time(), total_bytes=memory.total, used_bytes=used), False
+    """This machine's card as (name, reading, is a GPU): a GPU, else the smallest memory that binds."""
+    from kvguard_adapters.cards import binding_card
+
+    card = binding_card()
+    return card.info.name, card.read(), card.info.kind == "nvml"
+
+
+def asker(meta: ModelMeta, row: CardRow, binary: str | None) -> Ask | None:
+    """How to ask an engine about this model: where the user named one, or where our rules do not know it.
+
+    A stated GPU is not this machine's, so its buffers cannot be asked for here.
+    """
+    unknown = geometry_of(meta).basis is Basis.ESTIMATE
+    if meta.form != "gguf" or row.gpu or not (binary or (unknown and shutil.which("llama-server"))):
+        return None
+    from kvguard.ports import BackendError
+    from kvguard_adapters.backends.llama_server import LlamaServer, find_llama_server
+
+    try:
+        return LlamaServer(find_llama_server(binary or "")).dry_run
+    except BackendError as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def read_models(path: str) -> list[ModelMeta]:

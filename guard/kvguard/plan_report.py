@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvguard.accounts import engine_of, geometry_of
-from kvguard.domain import GIB, Accounts
+from kvguard.accounts import engine_of, geometry_of, refine
+from kvguard.domain import GIB, Accounts, Knobs
 from kvguard.geometry import LlamaSettings, Price, VllmSettings, llama_price, vllm_price
 from kvguard.matrix import CardRow, Cell, Measured, matrix
 from kvguard.model import ModelMeta
-from kvguard.planner import Limits, Plan, Prefer, choose, max_batch_of, max_ctx_of
+from kvguard.planner import Limits, Plan, Prefer, choose, judged, max_batch_of, max_ctx_of
 from kvguard.sketch import REAL_BITS, most_parameters, weight_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -93,8 +93,17 @@ def accounts_report(accounts: Accounts, measured: Accounts | None = None) -> dic
     return report
 
 
+Ask = Callable[[Knobs], Accounts | None]
+"""Asks an installed engine what knobs would take, without allocating; None where it cannot tell."""
+
+
 def plan_report(
-    meta: ModelMeta, row: CardRow, limits: Limits, prefer: Prefer = "balanced", projector_bytes: int = 0
+    meta: ModelMeta,
+    row: CardRow,
+    limits: Limits,
+    prefer: Prefer = "balanced",
+    projector_bytes: int = 0,
+    ask: Ask | None = None,
 ) -> dict[str, Any]:
     """One model on one card: accounts, verdict, and how far context and batch could go."""
     plan = choose(
@@ -106,6 +115,9 @@ def plan_report(
         gpu=row.gpu,
         projector_bytes=projector_bytes,
     )
+    told = ask(plan.knobs) if ask is not None else None
+    if told is not None:
+        plan = judged(plan, refine(plan.accounts, told))
     most = meta.n_ctx_train or CONTEXTS[-1]
     contexts = [ctx for ctx in CONTEXTS if ctx <= most] or [most]
     return {

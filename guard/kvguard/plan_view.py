@@ -8,17 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvguard.domain import GIB, MIB
+from kvguard.settings import format_size as size
 
 BAR_CELLS = 60
 _STYLES = {"weights": ("█", "blue"), "kv": ("▓", "green"), "overhead": ("▒", "yellow"), "free": ("·", "dim")}
-
-
-def size(size_bytes: float) -> str:
-    """A size as a person reads it."""
-    if abs(size_bytes) >= GIB:
-        return f"{size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / MIB:.1f} MiB"
 
 
 def tokens(count: int) -> str:

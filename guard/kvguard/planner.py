@@ -20,6 +20,7 @@ __all__ = [
     "choose",
     "default_headroom",
     "judge",
+    "judged",
     "max_batch_of",
     "max_ctx_of",
     "predict",
@@ -294,18 +295,21 @@ class _Search:
         return knobs
 
     def answer(self, meta: ModelMeta, knobs: Knobs) -> Plan:
-        accounts = self.accounts(meta, knobs)
-        verdict = judge(accounts, self.usable)
-        reason, remedy = explain(accounts, self.usable, verdict)
-        return Plan(
+        plan = Plan(
             meta=meta,
             knobs=knobs,
-            accounts=accounts,
+            accounts=Accounts(entries=()),
             usable_bytes=self.usable,
-            verdict=verdict,
-            reason=reason,
-            remedy=remedy,
+            verdict="fits",
         )
+        return judged(plan, self.accounts(meta, knobs))
+
+
+def judged(plan: Plan, accounts: Accounts) -> Plan:
+    """The same plan with these accounts, and what follows from them."""
+    verdict = judge(accounts, plan.usable_bytes)
+    reason, remedy = explain(accounts, plan.usable_bytes, verdict)
+    return replace(plan, accounts=accounts, verdict=verdict, reason=reason, remedy=remedy)
 
 
 _Step = Callable[[Knobs], Knobs | None]

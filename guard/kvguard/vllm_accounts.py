@@ -39,6 +39,14 @@ def vllm_settings(
     )
 
 
+def pool_bytes_of(
+    meta: ModelMeta, geometry: Geometry, knobs: Knobs, *, gpu: bool, tensor_parallel: int = 1
+) -> int:
+    """Bytes for `--kv-cache-memory-bytes` of one rank, so that the pool holds what the knobs say."""
+    settings = vllm_settings(meta, geometry, knobs, gpu=gpu, tensor_parallel=tensor_parallel)
+    return vllm.pool_bytes(geometry, settings, knobs.pool_tokens) if geometry.layers else 0
+
+
 def predict_vllm(
     meta: ModelMeta,
     geometry: Geometry,
