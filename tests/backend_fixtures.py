@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvguard.domain import MIB, AccountName, Endpoint, Knobs, PoolKind, Variant
@@ -108,6 +109,13 @@ class EngineProcess:
         self._process.terminate()
         return self.wait_exit(timeout_s)
 
+    def wait_group_gone(self, timeout_s: float = 30.0) -> None:
+        """Helpers of an engine may end a moment after it; what is dead but not reaped is gone."""
+        members = [process for process in psutil.process_iter() if _group_of(process) == self.pid]
+        _, alive = psutil.wait_procs(members, timeout_s)
+        left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert not left, left
+
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -119,6 +127,13 @@ class EngineProcess:
             with self._changed:
                 self.lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
+
+
+def _group_of(process: psutil.Process) -> int | None:
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return os.getpgid(process.pid)
+    return None
 
 
 @contextmanager

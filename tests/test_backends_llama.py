@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_gguf
-from backend_fixtures import KEY, MODEL_NAME, EngineProcess, engine_path, llama_knobs, running
+from backend_fixtures import KEY, MODEL_NAME, EngineProcess, engine_path, free_port, llama_knobs, running
 from kvguard.domain import MIB, Endpoint, Knobs, PoolKind, Rung, Variant
 from kvguard.ports import BackendError, NotReady, ProtocolError
 from kvguard_adapters.backends import Options, find_backend
@@ -405,14 +407,111 @@ INFILLS: list[dict[str, Any]] = [
 async def test_infill_count_is_what_the_engine_prefills(coder: EngineProcess, body: dict[str, Any]) -> None:
     engine = coder.backend.connect(coder.endpoint)
     await engine.capacity(coder.knobs, coder.lines)
+    answer = await post(coder, "/infill", {**body, "n_predict": 1})
+    assert await engine.count_tokens("/infill", body) == prompt_tokens(answer)
+    await engine.close()
+
+
+def prompt_tokens(answer: dict[str, Any]) -> int:
+    """As each of the server's dialects reports them."""
+    usage = answer.get("usage") or {}
+    if "input_tokens" in usage:
+        return int(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+    return int(usage["prompt_tokens"] if usage else answer["tokens_evaluated"])
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+USER = {"role": "user", "content": "What is it?"}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL], "max_tokens": 1}),
+    ("/chat/completions", {"messages": [USER, {"role": "assistant", "content": "It is"}], "max_tokens": 1}),
+    ("/v1/responses", {"input": "What is it?", "instructions": "Be short.", "max_output_tokens": 1}),
+    ("/v1/messages", {"messages": [USER], "system": "Be short.", "max_tokens": 1}),
+    ("/v1/completions", {"prompt": [5, "mixed", 7], "max_tokens": 1}),
+    ("/completion", {"prompt": {"prompt_string": "in an object"}, "n_predict": 1}),
+]
+
+
+async def post(started: EngineProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
-        session.post(coder.endpoint.base_url + "/infill", json={**body, "n_predict": 1}) as response,
+        session.post(started.endpoint.base_url + path, json=body) as response,
     ):
-        evaluated = (await response.json())["tokens_evaluated"]
-    assert await engine.count_tokens("/infill", body) == evaluated
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda value: value if isinstance(value, str) else "")
+async def test_every_dialect_is_counted_as_the_engine_does(
+    coder: EngineProcess, path: str, body: dict[str, Any]
+) -> None:
+    engine = coder.backend.connect(coder.endpoint)
+    assert await engine.count_tokens(path, body) == prompt_tokens(await post(coder, path, body))
     await engine.close()
+
+
+@pytest.mark.engine
+def test_layers_on_a_card_are_told_apart_from_those_in_host_memory(tmp_path: Path, rpc_card: str) -> None:
+    model = tiny_gguf.write_tiny_llama(tmp_path / "tiny.gguf", layers=4, embd=128, ff=512, ctx=4096)
+    options = Options(model_name=MODEL_NAME, extra_args=("--rpc", rpc_card), layers=5)
+    backend = LlamaServer(engine_path("llama-server"), options)
+    knobs = llama_knobs(model, gpu_layers=-1)
+    fewer = backend.next_steps(knobs, Rung.GPU_LAYERS)[1]
+    accounts = []
+    for each in (knobs, fewer):
+        with running(backend, each) as started:
+            accounts.append(backend.measured(started.lines))
+    whole, part = accounts
+    assert whole is not None
+    assert part is not None
+    assert fewer.gpu_layers == 3
+    assert whole.weights_bytes > part.weights_bytes > 0
+    assert whole.kv_bytes > part.kv_bytes > 0
+    assert part.host_bytes > whole.host_bytes > 0
+
+
+@pytest.fixture
+def rpc_card() -> Iterator[str]:
+    """A device that is another process, as a GPU is: it has its own buffers."""
+    port = free_port()
+    command = [engine_path("ggml-rpc-server"), "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while not listens(port):
+                assert server.poll() is None
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.engine
+async def test_an_embedding_server_takes_what_fits_its_micro_batch(tmp_path: Path) -> None:
+    model = tiny_gguf.write_tiny_llama(tmp_path / "tiny.gguf", ctx=4096)
+    options = Options(model_name=MODEL_NAME, embedding=True, extra_args=("--pooling", "mean"))
+    backend = LlamaServer(engine_path("llama-server"), options)
+    with running(backend, llama_knobs(model)) as started:
+        engine = backend.connect(started.endpoint)
+        capacity = await engine.capacity(started.knobs, started.lines)
+        assert capacity.ctx_tokens == started.knobs.prefill_tokens
+        for given in ("a text", [1, 2, 3]):
+            answer = await post(started, "/v1/embeddings", {"input": given})
+            assert await engine.count_tokens("/v1/embeddings", {"input": given}) == prompt_tokens(answer)
+        assert await engine.count_tokens("/v1/embeddings", {"input": ["a", "abc def"]}) == 8
+        await post(started, "/v1/embeddings", {"input": list(range(capacity.ctx_tokens))})
+        with pytest.raises(AssertionError, match="too large"):
+            await post(started, "/v1/embeddings", {"input": [1] * (capacity.ctx_tokens + 1)})
+        await engine.close()
 
 
 @pytest.mark.engine

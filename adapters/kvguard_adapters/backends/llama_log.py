@@ -40,7 +40,7 @@ _ACCOUNTS: dict[str, tuple[AccountName, str]] = {
     "output": ("overhead", "output buffer"),
 }
 _NEW_CONTEXT = "llama_context: constructing llama_context"
-_HOST_DEVICE = re.compile(r"CPU|Host|BLAS", re.IGNORECASE)
+_HOST_DEVICE = re.compile(r"(?:CPU|BLAS)(?:_\w+)?$|(?:\w+_)?Host$")
 
 
 def measured(lines: Iterable[str]) -> Accounts | None:
@@ -85,7 +85,7 @@ def measured(lines: Iterable[str]) -> Accounts | None:
 
 def is_host(device: str) -> bool:
     """`CPU`, `CPU_REPACK`, `CPU_Mapped`, and pinned memory such as `CUDA_Host`."""
-    return _HOST_DEVICE.search(device) is not None
+    return _HOST_DEVICE.match(device) is not None
 
 
 def _add(sizes: dict[tuple[str, str], int], context: dict[tuple[str, str], int]) -> None:
