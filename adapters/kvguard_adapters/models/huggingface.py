@@ -14,7 +14,7 @@ from kvguard_adapters.models.safetensors import Tensor, read_header, read_json
 
 MAX_SHARDS = 2000
 _LAYER = re.compile(r"\.(?:layers|h|blocks|layer|block)\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.|_experts\.|\.experts_")
+_EXPERTS = (".experts.", "_experts.", ".experts_")
 _TOWERS = re.compile(
     r"(?:^|\.)(?:visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|mm_projector|audio_tower"
     r"|embed_vision|embed_audio|vision_embed_tokens)\."
@@ -77,13 +77,16 @@ def weigh(tensors: list[Tensor], *, n_layer: int, dtype_bytes: int, tied: bool) 
     for tensor in tensors:
         size = runtime_bytes(tensor, dtype_bytes)
         in_layer = _LAYER.search(tensor.name)
-        if _TOWERS.search(tensor.name):
+        # nearly all tensors are these, and a large model has a hundred thousand
+        in_text = tensor.name.startswith("model.layers.")
+        if not in_text and _TOWERS.search(tensor.name):
             output_bytes += size
         elif tensor.name.startswith("mtp.") or (in_layer and int(in_layer[1]) >= n_layer):
             skipped_bytes += size
         elif in_layer:
             layers[int(in_layer[1])] += size
-            experts[int(in_layer[1])] += size if _EXPERT.search(tensor.name) else 0
+            if any(part in tensor.name for part in _EXPERTS):
+                experts[int(in_layer[1])] += size
         elif _EMBEDDINGS.search(tensor.name):
             input_bytes += size
         elif tied and tensor.name.endswith("lm_head.weight"):

@@ -78,14 +78,16 @@ def logical_elements(tensor: Tensor, bits: int, names: Collection[str]) -> int:
     """Parameters that a tensor stands for."""
     if is_helper(tensor.name):
         return 0
-    if tensor.name.endswith(_PACKED_32) and tensor.dtype in ("I32", "U8"):
+    if tensor.dtype not in ("I32", "U8"):
+        return tensor.elements
+    if tensor.name.endswith(_PACKED_32):
         return tensor.elements * DTYPE_BITS[tensor.dtype] // bits
     half_bytes = (
         tensor.name.endswith("_blocks")
         or tensor.name + ".absmax" in names
         or tensor.name.removesuffix(".weight") + ".weight_scale_2" in names
     )
-    return tensor.elements * 2 if half_bytes and tensor.dtype == "U8" else tensor.elements
+    return tensor.elements * 2 if half_bytes else tensor.elements
 
 
 def mismatch(section: Mapping[str, Any], tensors: Iterable[Tensor]) -> str:

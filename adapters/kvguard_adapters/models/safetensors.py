@@ -6,6 +6,7 @@ checked against its shape and the file before it is believed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,14 @@ class Tensor:
 
 
 class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    """One tensor's entry. Its defaults let `__metadata__` pass through the same decoder."""
+
+    dtype: str = ""
+    shape: list[int] = []
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+_DECODER = msgspec.json.Decoder(dict[str, _Entry])
 
 
 def read_header(path: Path) -> tuple[bytes, list[Tensor]]:
@@ -76,11 +82,10 @@ def read_header(path: Path) -> tuple[bytes, list[Tensor]]:
 
 def _tensors(path: Path, raw: bytes, data_bytes: int) -> list[Tensor]:
     try:
-        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        decoded = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+        decoded = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise ModelError(f"{path}: its header is not valid: {exc}") from exc
+    decoded.pop("__metadata__", None)
     if raw.count(b'"data_offsets"') > len(decoded):
         raise ModelError(f"{path}: a tensor's name appears twice in its header")
     tensors = [_tensor(path, name, entry, data_bytes) for name, entry in decoded.items()]
@@ -91,23 +96,25 @@ def _tensors(path: Path, raw: bytes, data_bytes: int) -> list[Tensor]:
 
 def _tensor(path: Path, name: str, entry: _Entry, data_bytes: int) -> Tensor:
     begin, end = entry.data_offsets
-    what = f"{path}: tensor {name[:80]!r}"
-    if entry.dtype not in DTYPE_BITS:
-        raise ModelError(f"{what} is of unknown type {entry.dtype[:20]!r}: its size cannot be known")
+    shape, bits = entry.shape, DTYPE_BITS.get(entry.dtype)
+    if bits is None:
+        raise ModelError(
+            f"{_where(path, name)} is of unknown type {entry.dtype[:20]!r}: no size can be known"
+        )
     if not 0 <= begin <= end:
-        raise ModelError(f"{what} lies at {begin} to {end}")
+        raise ModelError(f"{_where(path, name)} lies at {begin} to {end}")
     if end > data_bytes:
-        raise ModelError(f"{what} ends {end - data_bytes} bytes after the file: truncated")
-    if len(entry.shape) > 16 or any(length < 0 for length in entry.shape):
-        raise ModelError(f"{what} has the shape {entry.shape[:17]}")
-    elements = 1
-    for length in entry.shape:
-        elements *= length
-    if -(-elements * DTYPE_BITS[entry.dtype] // 8) != end - begin:
-        raise ModelError(f"{what} holds {end - begin} bytes, not those of its shape and type")
-    return Tensor(
-        name=name, dtype=entry.dtype, elements=elements, dims=len(entry.shape), size_bytes=end - begin
-    )
+        raise ModelError(f"{_where(path, name)} ends {end - data_bytes} bytes after the file: truncated")
+    if len(shape) > 16 or min(shape, default=0) < 0:
+        raise ModelError(f"{_where(path, name)} has the shape {shape[:17]}")
+    elements = math.prod(shape)
+    if -(-elements * bits // 8) != end - begin:
+        raise ModelError(f"{_where(path, name)} holds {end - begin} bytes, not those of its shape and type")
+    return Tensor(name=name, dtype=entry.dtype, elements=elements, dims=len(shape), size_bytes=end - begin)
+
+
+def _where(path: Path, name: str) -> str:
+    return f"{path}: tensor {name[:80]!r}"
 
 
 def read_json(path: Path, max_bytes: int = 64 << 20) -> dict[str, Any]:
