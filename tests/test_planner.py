@@ -26,6 +26,7 @@ from kvguard.planner import (
     usable_bytes,
 )
 from kvguard.sketch import most_parameters, parse_parameters, sketch, weight_bytes
+from kvguard.vllm_accounts import checkpoint_kv_type
 from kvguard_adapters.models.gguf import read_gguf
 from tiny_gguf import write_tiny, write_tiny_llama
 
@@ -182,6 +183,21 @@ def test_a_vllm_configuration_has_its_three_accounts() -> None:
         predict(replace(meta, quant="bitsandbytes"), wanted)
 
 
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({}, "auto"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "auto"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "odd"}, "auto"),
+    ],
+)
+def test_a_checkpoint_may_quantise_the_cache_by_itself(section: dict[str, Any], kind: str) -> None:
+    assert checkpoint_kv_type({"quantization_config": section}) == kind
+
+
 # ---------------------------------------------------------------- usable memory
 
 
@@ -196,6 +212,7 @@ def test_usable_memory_is_what_others_leave_minus_headroom() -> None:
 def test_headroom_by_default() -> None:
     assert default_headroom(24 * GIB, gpu=True) == 24 * GIB // 10
     assert default_headroom(4 * GIB, gpu=True) == GIB
+    assert default_headroom(GIB, gpu=True) == GIB // 2
     assert default_headroom(4 * GIB, gpu=False) == 4 * GIB // 10
 
 

@@ -78,9 +78,9 @@ class Plan:
 
 
 def default_headroom(total_bytes: int, *, gpu: bool) -> int:
-    """What is never handed out: max(1 GiB, 10 %) of a GPU, 10 % of a cgroup or host."""
+    """What is never handed out: max(1 GiB, 10 %) of a GPU (half of a tiny one), 10 % of a cgroup or host."""
     tenth = total_bytes // 10
-    return max(GIB, tenth) if gpu else tenth
+    return min(max(GIB, tenth), total_bytes // 2) if gpu else tenth
 
 
 def usable_bytes(card: CardReading | int, headroom_bytes: int) -> int:

@@ -6,6 +6,9 @@ and pool are exact; activations, sampler and CUDA graphs are estimates until the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvguard.domain import MIB, Accounts, Basis, Entry, Knobs
 from kvguard.geometry import vllm
 from kvguard.geometry.shapes import Fields, Geometry, GeometryError
@@ -31,12 +34,27 @@ def vllm_settings(
         max_model_len=knobs.ctx_tokens,
         max_num_batched_tokens=max(knobs.prefill_tokens, 1),
         block_tokens=vllm.BLOCK_TOKENS if gpu else cpu_block,
-        kv_type="auto" if knobs.kv_type in ("f16", "bf16", "auto") else knobs.kv_type,
+        kv_type=checkpoint_kv_type(config) if knobs.kv_type in ("f16", "bf16", "auto") else knobs.kv_type,
         state_bytes=4 if "32" in state else 2,
         tensor_parallel=tensor_parallel,
         in_flight_batches=2 if gpu else 1,
         hybrid="chunk" not in {layer.kind for layer in geometry.layers},
     )
+
+
+def checkpoint_kv_type(config: Mapping[str, Any]) -> str:
+    """What "auto" means: a ModelOpt or compressed-tensors checkpoint may bring a quantised KV cache.
+
+    Source: vllm/utils/torch_utils.py get_kv_cache_quant_algo_string; compressed_tensors' kv_cache_scheme.
+    """
+    section = config.get("quantization_config") or config.get("compression_config") or {}
+    inner = section.get("quantization") if isinstance(section.get("quantization"), Mapping) else section
+    scheme = (
+        inner.get("kv_cache_scheme") or section.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    )
+    if isinstance(scheme, Mapping) and scheme.get("type") == "float":
+        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits", 0), "auto")
+    return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(str(scheme).lower(), "auto")
 
 
 def pool_bytes_of(
