@@ -182,9 +182,9 @@ class Joint:
     def _without_repeat(self, content: str) -> str:
         """Drop the repeated text, which may come in several pieces, and which a template may have trimmed."""
         self._seen += content
-        trimmed = self._repeats.rstrip()
-        if len(self._seen) < len(trimmed) and trimmed.startswith(self._seen):
+        if len(self._seen) < len(self._repeats) and self._repeats.startswith(self._seen):
             return ""
+        trimmed = self._repeats.rstrip()
         new = self._seen
         if self._seen.startswith(trimmed):
             blank = self._repeats[len(trimmed) :]
