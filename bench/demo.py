@@ -259,9 +259,19 @@ def exit_in_words(returncode: int) -> str:
 # ---------------------------------------------------------------- the two sides
 
 
-def alone(case: Case, server: str, model: Path, folder: Path) -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What both sides run."""
+
+    server: str
+    model: Path
+    arguments: tuple[str, ...] = ()
+
+
+def alone(case: Case, engine: Engine, folder: Path) -> Outcome:
     port = free_port()
-    argv = [server, "-m", str(model), "--port", str(port), "--load-mode", "none", *case.alone]
+    argv = [engine.server, "-m", str(engine.model), "--port", str(port), "--load-mode", "none", *case.alone]
+    argv += engine.arguments
     outcome = Outcome(case=case.name, side="alone", command=shown(argv), asked=case.load.requests)
     outcome.load_mode = load_mode(argv)
     card = CgroupCard(f"kvguard-demo-{os.getpid()}", case.card_bytes)
@@ -273,15 +283,17 @@ def alone(case: Case, server: str, model: Path, folder: Path) -> Outcome:
     return outcome
 
 
-def guarded(case: Case, server: str, model: Path, folder: Path) -> Outcome:
+def guarded(case: Case, engine: Engine, folder: Path) -> Outcome:
     port, state = free_port(), folder / f"{case.name}-state"
     limit = f"{case.card_bytes // MIB}MiB"
-    arguments = ["serve", str(model), "--memory-limit", limit, "--llama-server", server, *case.guarded]
+    arguments = ["serve", str(engine.model), "--memory-limit", limit, "--llama-server", engine.server]
+    arguments += case.guarded
     arguments += ["--deadline", f"{REQUEST_S:.0f}"]  # as patient as the clients are, on a slow machine too
-    outcome = Outcome(
-        case=case.name, side="kvguard", command=shown(["kvguard", *arguments]), asked=case.load.requests
-    )
-    argv = [sys.executable, "-m", "kvguard.cli", *arguments, "--port", str(port), "--state-dir", str(state)]
+    own = ["--port", str(port), "--state-dir", str(state)]
+    passed_on = ["--", *engine.arguments] if engine.arguments else []
+    argv = [sys.executable, "-m", "kvguard.cli", *arguments, *own, *passed_on]
+    command = shown(["kvguard", *arguments, *passed_on])
+    outcome = Outcome(case=case.name, side="kvguard", command=command, asked=case.load.requests)
     asyncio.run(try_it(argv, folder / f"{case.name}-kvguard.log", port, case.load, outcome))
     deaths = [event for event in events(state) if event.get("event") == "backend_died"]
     outcome.oom_kills = sum("oom_kill" in str(event.get("exit")) for event in deaths)
@@ -373,6 +385,7 @@ def find_server(named: str) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The same load on llama-server alone and through kvguard.")
     parser.add_argument("--llama-server", default="", help="binary to use; default: the prepared one")
+    parser.add_argument("--threads", type=int, help="engine threads on both sides; fewer on a busy machine")
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append", help="default: all")
     parser.add_argument("--side", choices=["alone", "kvguard"], action="append", help="default: both")
     parser.add_argument("--keep", type=Path, help="keep logs and state in this directory")
@@ -381,7 +394,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, folder: Path, console: Console) -> list[Outcome]:
-    server, model = find_server(arguments.llama_server), demo_model()
+    threads = ("--threads", str(arguments.threads)) if arguments.threads else ()
+    engine = Engine(server=find_server(arguments.llama_server), model=demo_model(), arguments=threads)
     outcomes = []
     for case in CASES:
         if arguments.case and case.name not in arguments.case:
@@ -389,7 +403,7 @@ def run(arguments: argparse.Namespace, folder: Path, console: Console) -> list[O
         for side, make in (("alone", alone), ("kvguard", guarded)):
             if not arguments.side or side in arguments.side:
                 console.print(f"{case.name}, {side}: {case.shows} ...")
-                outcomes.append(make(case, server, model, folder))
+                outcomes.append(make(case, engine, folder))
     return outcomes
 
 

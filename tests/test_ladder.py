@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +29,7 @@ from kvguard_adapters.backends.options import Options
 from kvguard_policies.degradation.climbing import FIRST_WAIT_S, LONGEST_WAIT_S, CoolDown, climb, regain
 from kvguard_policies.degradation.ladder import PRESETS, DegradationLadder, parse_order
 from kvguard_policies.degradation.routes import ROUTES, route
+from kvguard_policies.degradation.words import COST
 
 Q8, Q5, Q4, Q2 = (
     Variant(kind="gguf", source=f"m-q{bits}.gguf", bits=bits, label=f"Q{bits}", size_bytes=bits * 100 * MIB)
@@ -541,3 +544,24 @@ def test_regain_fits_and_stays_between_now_and_what_was_wanted(
         assert last.ctx_tokens <= step.ctx_tokens <= max(now.ctx_tokens, wanted.ctx_tokens)
         assert card_bytes(step) <= limit_mib * MIB
         last = step
+
+
+# ---------------------------------------------------------------- the document
+
+
+def test_the_document_says_what_the_code_does() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "degradation.md").read_text()
+    for name, order in PRESETS.items():
+        assert f"| `{name}` | `{','.join(order)}` |" in text
+    for rung, cost in COST.items():
+        assert re.search(rf"^\| `{rung}` \|.*\| {re.escape(cost)} \|$", text, re.MULTILINE)
+    for cause in MEMORY_CAUSES:
+        early, late = (
+            {", ".join(rung for rung in DEFAULT if rung in ROUTES[stage, cause].rungs) for stage in stages}
+            for stages in ((Stage.LOAD, Stage.WARMUP), (Stage.INFERENCE, Stage.IDLE))
+        )
+        assert f"| `{cause}` | {early.pop()} | {late.pop()} |" in text
+        assert not early
+        assert not late
+    for cause in set(Cause) - MEMORY_CAUSES - {Cause.BENIGN}:
+        assert f"`{cause}`" in text
