@@ -264,6 +264,75 @@ def serve(
     raise typer.Exit(run_dry(settings, as_json=as_json) if dry_run else run_serve(settings))
 
 
+@app.command()
+def tune(
+    ctx: typer.Context,
+    model: Model = "",
+    config: Config = None,
+    backend: Backend = None,
+    llama_server: LlamaServer = None,
+    llama_cpp_python: LlamaCppPython = None,
+    vllm_python: VllmPython = None,
+    memory_limit: MemoryLimit = None,
+    headroom: Headroom = None,
+    prefer: Prefer = None,
+    kv_type: KvType = None,
+    min_ctx: MinCtx = None,
+    min_batch: MinBatch = None,
+    max_ctx: Annotated[
+        int | None, typer.Option(help="Never a context over this.", rich_help_panel="Knobs")
+    ] = None,
+    never: Never = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Restarts in a row that confirm.")] = 3,
+    budget: Annotated[str, typer.Option(help="Stop after this long, e.g. 10m.")] = "",
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Measure every variant's largest context.")
+    ] = False,
+    ctx_ladder: Annotated[
+        str, typer.Option(help="Plain ladder at batch 1, e.g. 2048,4096,8192: a restart a step.")
+    ] = "",
+    state_dir: StateDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
+) -> None:
+    """Find and confirm the best configuration of MODEL on this card, by restarts and real requests."""
+    from kvguard.app import tune as run_tune
+
+    settings = _settings(
+        config,
+        model=dict(path=model or None),
+        backend=dict(
+            kind=backend,
+            llama_server=llama_server,
+            llama_cpp_python=llama_cpp_python,
+            vllm_python=vllm_python,
+            extra_args=tuple(ctx.obj or ()) or None,
+        ),
+        memory=dict(limit_bytes=memory_limit, headroom=headroom),
+        knobs=dict(kv_type=kv_type, prefer=prefer, max_ctx_tokens=max_ctx),
+        degrade=dict(min_ctx=min_ctx, min_batch=min_batch, never=tuple(never) if never else None),
+        state=dict(directory=state_dir),
+    )
+    try:
+        budget_s = _seconds(budget) if budget else float("inf")
+        rungs = tuple(int(step) for step in ctx_ladder.split(",")) if ctx_ladder else ()
+    except ValueError as exc:
+        fail(str(exc), EXIT_USAGE)
+    raise typer.Exit(
+        run_tune(
+            settings, repeats=repeats, budget_s=budget_s, ctx_ladder=rungs, matrix=matrix, as_json=as_json
+        )
+    )
+
+
+def _seconds(text: str) -> float:
+    """Read 90, 90s, 10m or 1h. Raises ValueError."""
+    scale = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        return float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a time: write e.g. 90s, 10m or 1h") from None
+
+
 def _settings(config: Path | None, **sections: dict[str, Any]) -> Settings:
     """Only what was given on the command line overrides the file and the environment."""
     given = {

@@ -19,6 +19,7 @@ from kvguard import log
 from kvguard.api.auth import AuthError, check_listen
 from kvguard.app.guard import Guard, command_of, plan_of, why
 from kvguard.app.site import Site, client_keys, survey
+from kvguard.app.tune import run_tune
 from kvguard.events import Events
 from kvguard.leftovers import sweep
 from kvguard.model import ModelError
@@ -28,7 +29,7 @@ from kvguard.selection import CannotServe
 from kvguard.settings import Settings
 from kvguard.supervisor import StartFailed
 
-__all__ = ["dry_run", "serve"]
+__all__ = ["dry_run", "serve", "tune"]
 
 
 def dry_run(settings: Settings, *, as_json: bool) -> int:
@@ -84,6 +85,26 @@ def serve(settings: Settings) -> int:
             return _run(_guard(site, listening))
         except StartFailed as exc:
             return _complain(exc, 1)
+
+
+def tune(
+    settings: Settings,
+    *,
+    repeats: int,
+    budget_s: float,
+    ctx_ladder: tuple[int, ...] = (),
+    matrix: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Tune this card for this model. Returns the exit code."""
+    log.configure("error", settings.state.directory / "log")
+    sweep(settings.state.directory / "run")
+    site = _surveyed(settings, Events())
+    if site is None:
+        return 1
+    return run_tune(
+        site, repeats=repeats, budget_s=budget_s, ctx_ladder=ctx_ladder, matrix=matrix, as_json=as_json
+    )
 
 
 async def _guard(site: Site, listening: socket.socket) -> int:

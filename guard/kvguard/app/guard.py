@@ -210,20 +210,7 @@ class Guard:
                 patience_s=settings.backend.start_stall_timeout_s,
                 hang_timeout_s=30.0,
             )
-        return Life(
-            LifeSettings(
-                backend=backend,
-                run_dir=settings.state.directory / "run",
-                memory_limit_bytes=settings.memory.limit_bytes,
-                card_of=lambda child: card_of(child, self.site.card),
-                embedding=bool(self.site.models) and self.site.models[0].is_embedding,
-                stall_timeout_s=settings.backend.start_stall_timeout_s,
-                sample_interval_s=settings.memory.sample_interval_s,
-                on_line=lambda line: _engine_log.debug("engine_output", line=line),
-                on_progress=lambda milestone: self._events.publish("backend_progress", milestone=milestone),
-            ),
-            knobs,
-        )
+        return Life(life_settings(self.site), knobs)
 
     def _engine(self) -> Any:
         life = self.supervisor.life
@@ -303,6 +290,22 @@ class Guard:
 
     async def _plan(self, query: dict[str, str]) -> dict[str, Any]:
         return plan_of(self.site)
+
+
+def life_settings(site: Site) -> LifeSettings:
+    """What is the same for every life of this site's backend."""
+    settings = site.settings
+    return LifeSettings(
+        backend=site.backend,
+        run_dir=settings.state.directory / "run",
+        memory_limit_bytes=settings.memory.limit_bytes,
+        card_of=lambda child: card_of(child, site.card),
+        embedding=bool(site.models) and site.models[0].is_embedding,
+        stall_timeout_s=settings.backend.start_stall_timeout_s,
+        sample_interval_s=settings.memory.sample_interval_s,
+        on_line=lambda line: _engine_log.debug("engine_output", line=line),
+        on_progress=lambda milestone: site.events.publish("backend_progress", milestone=milestone),
+    )
 
 
 def _ladder(settings: Settings, first: Knobs) -> DegradationLadder:

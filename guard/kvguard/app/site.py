@@ -44,6 +44,7 @@ class Site:
     models: tuple[ModelMeta, ...]
     model_name: str
     backend: Backend
+    engine: EngineName
     card: Card
     headroom_bytes: int
     usable_bytes: int
@@ -91,6 +92,7 @@ def survey(settings: Settings, events: Events) -> Site:
         models=models,
         model_name=model_name,
         backend=backend,
+        engine=engine,
         card=card,
         headroom_bytes=headroom_bytes,
         usable_bytes=usable,
