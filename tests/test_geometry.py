@@ -500,3 +500,60 @@ def test_the_price_on_vllm_is_its_blocks(geometry: Geometry, tokens: int) -> Non
     # a window's ragged edge counts one block more than a short sequence ever needs
     ragged = sum(group.kind == "window" for group in groups(geometry, settings))
     assert blocks - ragged * block_bytes(geometry, settings) <= price <= blocks
+
+
+ODD = st.sampled_from(
+    [None, -1, 0, 1, 2.5, 1 << 70, "text", "", [], [1], [None] * 4, {}, {"a": 1}, True, float("nan")]
+)
+BASE_HF = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 512,
+    "sliding_window": 128,
+    "layer_types": ["full_attention"] * 4,
+    "linear_attn_config": {"num_heads": 2, "head_dim": 4, "full_attn_layers": [4]},
+    "quantization_config": {"quant_method": "awq"},
+    "no_rope_layers": [1, 1, 1, 0],
+    "kv_lora_rank": 512,
+    "attn_layer_indices": [1],
+    "hybrid_override_pattern": "M*M-",
+    **GDN_HF,
+}
+MODEL_TYPES = [
+    "llama",
+    "gemma3",
+    "llama4_text",
+    "kimi_linear",
+    "bamba",
+    "nemotron_h",
+    "deepseek_v3",
+    "qwen2",
+    "?",
+]
+
+
+@given(
+    st.sampled_from(MODEL_TYPES),
+    st.dictionaries(st.sampled_from(sorted(BASE_HF)), ODD, min_size=1, max_size=4),
+)
+def test_an_odd_configuration_is_priced_or_refused(model_type: str, changes: dict[str, Any]) -> None:
+    try:
+        geometry = hf_geometry({**BASE_HF, "model_type": model_type, **changes})
+        size = block_bytes(geometry, VllmSettings(max_model_len=4096))
+    except GeometryError:
+        return
+    assert size >= 0
+
+
+@given(st.sampled_from(sorted(architectures())), st.data())
+def test_odd_metadata_is_priced_or_refused(architecture: str, data: st.DataObject) -> None:
+    hparams = architectures()[architecture]["hparams"]
+    changes = data.draw(st.dictionaries(st.sampled_from(sorted(hparams)), ODD, min_size=1, max_size=4))
+    try:
+        size = kv_bytes(gguf_geometry(architecture, {**hparams, **changes}), LlamaSettings(ctx_tokens=512))
+    except GeometryError:
+        return
+    assert size >= 0

@@ -47,14 +47,19 @@ def checkpoint_kv_type(config: Mapping[str, Any]) -> str:
 
     Source: vllm/utils/torch_utils.py get_kv_cache_quant_algo_string; compressed_tensors' kv_cache_scheme.
     """
-    section = config.get("quantization_config") or config.get("compression_config") or {}
-    inner = section.get("quantization") if isinstance(section.get("quantization"), Mapping) else section
+    section = _mapping(config.get("quantization_config")) or _mapping(config.get("compression_config"))
+    inner = _mapping(section.get("quantization")) or section
     scheme = (
         inner.get("kv_cache_scheme") or section.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     )
-    if isinstance(scheme, Mapping) and scheme.get("type") == "float":
-        return {8: "fp8", 4: "nvfp4"}.get(scheme.get("num_bits", 0), "auto")
-    return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(str(scheme).lower(), "auto")
+    if isinstance(scheme, Mapping):
+        float_type = {"8": "fp8", "4": "nvfp4"}.get(str(scheme.get("num_bits")))
+        scheme = float_type if scheme.get("type") == "float" else None
+    return str(scheme).lower() if str(scheme).lower() in ("fp8", "nvfp4") else "auto"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def pool_bytes_of(

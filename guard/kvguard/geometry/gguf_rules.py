@@ -294,7 +294,7 @@ def _interval(default: int) -> _Rule:
 def _qwen4exp(model: _Model) -> list[LayerKV]:
     layers = _interval(4)(model)
     indexed = [model.indexer(layer.layer) for layer in layers if layer.kind == "full"]
-    ple = model.fields.values.get("ple.layers") or ()
+    ple = model.fields.listed("ple.layers")
     return layers + indexed + [_ple_history(model, int(i)) for i in ple]
 
 
@@ -307,8 +307,8 @@ def _ple_history(model: _Model, layer: int) -> LayerKV:
 
 def _indexed(model: _Model) -> list[LayerKV]:
     """DeepSeek-V3.2 and its like: each layer with an indexer of its own keeps that one's keys as well."""
-    types = model.fields.values.get("attention.indexer.types")
-    full = [1] * model.layers if model.architecture == "deepseek32" or types is None else list(types)
+    types = model.fields.listed("attention.indexer.types")
+    full = [1] * model.layers if model.architecture == "deepseek32" or not types else types
     if model.architecture == "hy_v4" and not model.fields.number("attention.indexer.top_k", 0):
         return _plain(model)
     if len(full) < model.layers:

@@ -135,7 +135,7 @@ class _Config:
         return self._uniform_types()
 
     def _llama4_types(self) -> list[str]:
-        rope = self.values.get("no_rope_layers") or []
+        rope = self.fields.listed("no_rope_layers")
         step = self.fields.number("no_rope_layer_interval", 4)
         chunked = [bool(flag) for flag in rope] or [(i + 1) % step != 0 for i in range(self.layers)]
         if len(chunked) != self.layers:
@@ -255,7 +255,7 @@ def _hybrid_words(model: _Config) -> list[str]:
         pattern = str(values.get("hybrid_override_pattern") or "")
         return list(pattern.ljust(model.layers, "-"))[: model.layers] if pattern else model.layer_types()
     if model.type == "kimi_linear":
-        full = (values.get("linear_attn_config") or {}).get("full_attn_layers") or []
+        full = f.section("linear_attn_config").listed("full_attn_layers")
         return ["attention" if i + 1 in full else "kda" for i in range(model.layers)]
     if model.type in ("lfm2", "lfm2_moe") and isinstance(values.get("full_attn_idxs"), list):
         return ["attention" if i in values["full_attn_idxs"] else "conv" for i in range(model.layers)]
@@ -296,7 +296,7 @@ def _short_conv(model: _Config) -> tuple[int, int]:
 
 
 def _kda(model: _Config) -> tuple[int, int]:
-    inner = Fields(model.values.get("linear_attn_config") or {}, "kimi_linear linear_attn_config")
+    inner = model.fields.section("linear_attn_config")
     heads, head = inner.number("num_heads"), inner.number("head_dim")
     return 3 * heads * head * (inner.number("short_conv_kernel_size", 4) - 1), heads * head * head
 

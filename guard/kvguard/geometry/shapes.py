@@ -128,3 +128,19 @@ class Fields:
                 raise GeometryError(f"{self.what}: {key} has {len(value)} entries for {layers} layers")
             return [Fields({key: int(v) if isinstance(v, bool) else v}, self.what).number(key) for v in value]
         return [self.number(key)] * layers
+
+    def listed(self, key: str) -> list[Any]:
+        """A list, empty where the key is missing."""
+        value = self.values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list | tuple):
+            raise GeometryError(f"{self.what}: {key} is {str(value)[:60]!r}, a list is needed")
+        return list(value)
+
+    def section(self, key: str) -> Fields:
+        """The fields of a nested object, none where the key is missing."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise GeometryError(f"{self.what}: {key} is {str(value)[:60]!r}, an object is needed")
+        return Fields(value or {}, f"{self.what} {key}")
