@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 REPO = Path(__file__).parent.parent
@@ -39,3 +40,7 @@ def test_a_start_that_is_killed_alone_serves_through_kvguard(tmp_path: Path) -> 
     assert (alone["answered"], alone["engine_exit"], alone["oom_kills"]) == (0, "killed, rc 137", 1)
     assert (guarded["answered"], guarded["engine_exit"], guarded["oom_kills"]) == (1, "running", 0)
     assert alone["load_mode"] == guarded["load_mode"] == "none"
+    schema = json.loads((REPO / "docs" / "journal.schema.json").read_text())
+    (journal,) = (tmp_path / "start-state").glob("journal-*.jsonl")
+    for line in journal.read_text().splitlines():
+        jsonschema.validate(json.loads(line), schema)
