@@ -62,8 +62,11 @@ class FakeEngine:
 class ScriptedLife:
     """A life that starts well unless told otherwise, and ends when the test says so."""
 
-    def __init__(self, knobs: Knobs, *, start_ends_with: Evidence | None = None) -> None:
+    def __init__(
+        self, knobs: Knobs, *, start_ends_with: Evidence | None = None, peak_bytes: int = 10
+    ) -> None:
         self.knobs = knobs
+        self._peak_bytes = peak_bytes
         self.endpoint = Endpoint(base_url="http://127.0.0.1:1")
         self.engine: Any = FakeEngine()
         self.launch = Launch(argv=("engine", "--key"))
@@ -83,7 +86,7 @@ class ScriptedLife:
 
     async def confirm(self, *, full_context: bool = False) -> Confirmation:
         return Confirmation(
-            peaks=(), probes=(PROBE,), stable=True, start_s=0.1, peak_bytes=10, others_bytes=0
+            peaks=(), probes=(PROBE,), stable=True, start_s=0.1, peak_bytes=self._peak_bytes, others_bytes=0
         )
 
     async def ended(self) -> Evidence:
@@ -156,6 +159,7 @@ class Stand:
     def __init__(self, directory: Path) -> None:
         self.lives: list[ScriptedLife] = []
         self.start_ends: list[Evidence | None] = []
+        self.peaks_bytes: list[int] = []
         self.journal = Journal(directory / "card.jsonl")
         self.events = Events()
         recorder = Recorder(
@@ -189,7 +193,8 @@ class Stand:
 
     def _make_life(self, knobs: Knobs) -> ScriptedLife:
         ends = self.start_ends.pop(0) if self.start_ends else None
-        self.lives.append(ScriptedLife(knobs, start_ends_with=ends))
+        peak = self.peaks_bytes.pop(0) if self.peaks_bytes else 10
+        self.lives.append(ScriptedLife(knobs, start_ends_with=ends, peak_bytes=peak))
         return self.lives[-1]
 
     async def until(self, state: State, generation: int = 0) -> Snapshot:
@@ -321,3 +326,25 @@ async def test_a_planned_change_replaces_a_ready_configuration(stand: Stand) -> 
         assert snapshot.knobs == smaller
         assert stand.lives[0].stopped.is_set()
         assert [r.event for r in stand.journal.records()] == ["config_provisional"] * 2
+
+
+async def test_a_start_into_the_headroom_is_not_confirmed(stand: Stand) -> None:
+    stand.peaks_bytes = [(1 << 30) + 1, 1 << 30]
+    async with running(stand):
+        snapshot = await stand.until(State.READY)
+        assert snapshot.generation == 2
+        assert snapshot.knobs is not None
+        assert snapshot.knobs.batch == 2
+        failed, worked = stand.journal.records()
+        assert (failed.event, worked.event) == ("config_failed", "config_provisional")
+        assert failed.failure is not None
+        assert "1 bytes into the headroom" in failed.failure.evidence[0]
+
+
+async def test_the_smallest_configuration_serves_into_the_headroom_and_says_so(stand: Stand) -> None:
+    stand.peaks_bytes = [1 << 31] * 3
+    async with running(stand):
+        snapshot = await stand.until(State.READY)
+        assert snapshot.knobs is not None
+        assert snapshot.knobs.batch == 1
+        assert "serving_into_headroom" in [event["event"] for event in stand.events.recent()]

@@ -217,9 +217,14 @@ class Supervisor:
             capacity = await self._unless_stopped(life.start())
             if capacity is None:
                 return None
-            confirmation = await self._confirm(life, capacity, attempt)
+            self._publish(State.CONFIRMING, endpoint=life.endpoint, detail="checking memory by requests")
+            confirmation = await self._unless_stopped(life.confirm())
             if confirmation is None:
                 return None
+            smaller = await self._smaller_if_over_headroom(life, attempt, confirmation)
+            if smaller is not None:
+                return smaller
+            await self._ready(life, capacity, attempt, confirmation)
             was_ready, began_s = True, self._clock()
             evidence = await self._unless_stopped(self._ended_or_planned(life))
             if isinstance(evidence, Attempt):
@@ -253,21 +258,45 @@ class Supervisor:
         await self._end_life()
         return attempt
 
-    async def _confirm(self, life: BackendLife, capacity: Capacity, attempt: Attempt) -> Confirmation | None:
-        self._publish(State.CONFIRMING, endpoint=life.endpoint, detail="checking memory with short requests")
-        confirmation = await self._unless_stopped(life.confirm())
-        if confirmation is None:
+    async def _smaller_if_over_headroom(
+        self, life: BackendLife, attempt: Attempt, confirmation: Confirmation
+    ) -> Attempt | None:
+        """What runs, but into the headroom, is not confirmed: the next smaller one, if there is any."""
+        own_bytes = confirmation.peak_bytes - confirmation.others_bytes
+        over_bytes = own_bytes - self._parts.usable_bytes()
+        if over_bytes <= 0 or not self._parts.restartable:
             return None
-        record = await asyncio.to_thread(
-            self._parts.recorder.worked,
-            life,
-            confirmation,
-            predicted=self._parts.predict(attempt.knobs),
-            why=attempt.why,
+        failure = Failure(
+            stage=Stage.WARMUP,
+            causes=(Cause.ACTIVATION_PEAK,),
+            confidence=1.0,
+            evidence=(f"peak of {own_bytes} bytes is {over_bytes} bytes into the headroom",),
         )
+        step = await self._choose_step(life, attempt, failure, over_bytes)
+        if isinstance(step, Exhausted):
+            self._parts.events.publish("serving_into_headroom", level="warning", over_bytes=over_bytes)
+            return None
+        evidence = Evidence(milestone="ready", healthy=True, peaks=confirmation.peaks)
+        record = await self._record_failure(life, attempt, failure, evidence, was_ready=False)
+        self._publish(State.DEGRADING, detail="it runs, but into the headroom")
+        await self._end_life()
+        return self._take(step, record)
+
+    async def _ready(
+        self, life: BackendLife, capacity: Capacity, attempt: Attempt, confirmation: Confirmation
+    ) -> None:
+        config_id = "attached"
+        if self._parts.restartable:
+            record = await asyncio.to_thread(
+                self._parts.recorder.worked,
+                life,
+                confirmation,
+                predicted=self._parts.predict(attempt.knobs),
+                why=attempt.why,
+            )
+            config_id = record.id
         self._ever_ready = True
-        self._publish(State.READY, capacity=capacity, config_id=record.id, detail="ready")
-        return confirmation
+        self._publish(State.READY, capacity=capacity, config_id=config_id, detail="ready")
 
     async def _after(
         self, life: BackendLife, attempt: Attempt, evidence: Evidence, *, was_ready: bool
@@ -292,15 +321,7 @@ class Supervisor:
         if alone:
             return self._again(attempt, failure, "a suspect request was alone in flight")
         if failure.is_memory and self._parts.restartable:
-            record = await asyncio.to_thread(
-                self._parts.recorder.failed,
-                life,
-                failure,
-                evidence,
-                predicted=self._parts.predict(attempt.knobs),
-                why=attempt.why,
-                was_ready=was_ready,
-            )
+            record = await self._record_failure(life, attempt, failure, evidence, was_ready=was_ready)
             return await self._step_down(life, attempt, failure, record)
         if failure.stage is Stage.LOAD and failure.cause in _INCURABLE:
             return await self._fail(attempt, failure, in_words(failure))
@@ -319,9 +340,32 @@ class Supervisor:
         self._parts.events.publish("backend_restart", cause=failure.cause.value, reason=reason)
         return Attempt(knobs=attempt.knobs, why=WhyRecord(kind="verify", from_id=self._snapshot.config_id))
 
+    async def _record_failure(
+        self, life: BackendLife, attempt: Attempt, failure: Failure, evidence: Evidence, *, was_ready: bool
+    ) -> Record:
+        return await asyncio.to_thread(
+            self._parts.recorder.failed,
+            life,
+            failure,
+            evidence,
+            predicted=self._parts.predict(attempt.knobs),
+            why=attempt.why,
+            was_ready=was_ready,
+        )
+
     async def _step_down(
         self, life: BackendLife, attempt: Attempt, failure: Failure, record: Record
     ) -> Attempt | None:
+        before = self._parts.predict(attempt.knobs)
+        step = await self._choose_step(life, attempt, failure, _missing(before, self._parts.usable_bytes()))
+        if isinstance(step, Exhausted):
+            self._parts.events.publish("ladder_exhausted", level="error", reason=step.reason)
+            return await self._fail(attempt, failure, f"{in_words(failure)} {step.reason}")
+        return self._take(step, record)
+
+    async def _choose_step(
+        self, life: BackendLife, attempt: Attempt, failure: Failure, need_bytes: int | None
+    ) -> Step | Exhausted:
         refuted = await asyncio.to_thread(self._parts.recorder.refuted, life.others_bytes)
         before = self._parts.predict(attempt.knobs)
         step = self._parts.ladder.next(
@@ -329,15 +373,12 @@ class Supervisor:
             attempt.knobs,
             await asyncio.to_thread(self._parts.options, attempt.knobs),
             refuted,
-            need_bytes=_missing(before, self._parts.usable_bytes()),
+            need_bytes=need_bytes,
             frees=lambda knobs: freed_bytes(before, self._parts.predict(knobs)),
         )
         for skip in step.skipped:
             self._parts.events.publish("rung_skipped", rung=skip.rung.value, reason=skip.reason)
-        if isinstance(step, Exhausted):
-            self._parts.events.publish("ladder_exhausted", level="error", reason=step.reason)
-            return await self._fail(attempt, failure, f"{in_words(failure)} {step.reason}")
-        return self._take(step, record)
+        return step
 
     def _take(self, step: Step, record: Record) -> Attempt:
         self._tell("ladder_step", step, level="warning")
