@@ -171,8 +171,11 @@ def test_show_prints_everything_a_command_to_paste_and_the_load_lines(state: Pat
     assert result.exit_code == 0
     assert f"llama-server -m {shlex.quote(str(weights))} -np 4" in result.stdout
     assert "KV buffer size = 85.00 MiB" in result.stdout
-    assert "memory.0.peak_bytes" in result.stdout
-    assert "310.0 MiB (325,058,560)" in result.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
+    assert ["kv", "", "84.0 MiB", "85.0 MiB", ""] in rows
+    assert ["", "cells", "84.0 MiB", "", "exact formula"] in rows
+    assert ["loaded_idle", "310.0 MiB", "300.0 MiB", "cgroup v1", "0.05 s", "9"] in rows
+    assert "1000 B" in result.stdout
     plain = json.loads(run("--state-dir", state, "show", "bbbbbb", "--json").stdout)
     assert plain["load_lines"] == ["KV buffer size = 85.00 MiB"]
     assert plain["knobs"]["batch"] == 4

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvguard.config_views import Changes, flat, human, now_in_words, table_of, write_csv, write_markdown
+from kvguard.config_views import Changes, details_of, flat, human, table_of, write_csv, write_markdown
 from kvguard.journal import Fingerprint, Head, Journal, Record, newest, to_builtins
 from kvguard.settings import StateSection
 from kvguard.verified import Verifier
@@ -96,13 +96,7 @@ def show(ctx: typer.Context, record_id: str, as_json: AsJson = False, state_dir:
     if as_json:
         print(json.dumps({**_plain(record, changes), "load_lines": lines}))
         return
-    console = _stdout()
-    grid = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in flat(to_builtins(record)):
-        if not name.startswith("command"):
-            grid.add_row(escape(name), escape(human(name, value)))
-    grid.add_row("verified now", escape(now_in_words(changes)))
-    console.print(grid)
+    _stdout().print(*details_of(record, changes))
     print(f"\ncommand line:\n{shlex.join(record.command) or '(none)'}")
     print("\nload lines:\n" + ("\n".join(lines) or "(none)"))
 

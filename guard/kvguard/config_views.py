@@ -12,7 +12,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kvguard.journal import Record
+from kvguard.domain import Entry
+from kvguard.journal import Record, to_builtins
 from kvguard.settings import format_size
 
 Changes = tuple[str, ...] | None
@@ -68,6 +69,40 @@ def _cells(record: Record, changes: Changes) -> list[str]:
     ]
 
 
+def details_of(record: Record, changes: Changes) -> list[Table]:
+    """One record in full: its fields, its three accounts predicted and measured, its phases."""
+    fields = Table(show_header=False, box=None, pad_edge=False)
+    apart = ("command", "memory.", "predicted.", "measured.")
+    for name, value in flat(to_builtins(record)):
+        if value != "" and not name.startswith(apart):
+            fields.add_row(escape(name), escape(human(name, value)))
+    fields.add_row("verified now", escape(now_in_words(changes)))
+    accounts = Table("account", "part", "predicted", "measured", "basis")
+    for account in ("weights", "kv", "overhead"):
+        predicted, measured = _account(record.predicted, account), _account(record.measured, account)
+        accounts.add_row(f"[bold]{account}[/]", "", f"[bold]{predicted}[/]", f"[bold]{measured}[/]", "")
+        for entries, column in ((record.predicted, 2), (record.measured, 3)):
+            for entry in (e for e in entries if e.account == account):
+                cells = ["", escape(entry.name), "", "", entry.basis.value + _where(entry)]
+                cells[column] = format_size(entry.size_bytes)
+                accounts.add_row(*cells)
+    phases = Table("phase", "peak", "last", "source", "interval", "samples")
+    for peak in record.memory:
+        phases.add_row(
+            peak.phase.value,
+            format_size(peak.peak_bytes),
+            format_size(peak.last_bytes),
+            escape(peak.source),
+            f"{peak.interval_s:g} s",
+            str(peak.samples),
+        )
+    return [fields, accounts, phases]
+
+
+def _where(entry: Entry) -> str:
+    return "" if entry.on_card else ", in host memory"
+
+
 def _row(record: Record, changes: Changes) -> Iterator[tuple[str, str]]:
     """One record as a person reads it; the columns of the Markdown table too."""
     knobs, quant = record.knobs, record.knobs.quant
@@ -89,7 +124,7 @@ def _row(record: Record, changes: Changes) -> Iterator[tuple[str, str]]:
     yield "verified now", now_in_words(changes)
 
 
-def _account(entries: tuple[Any, ...], account: str) -> str:
+def _account(entries: tuple[Entry, ...], account: str) -> str:
     if not entries:
         return "-"
     return format_size(sum(e.size_bytes for e in entries if e.account == account and e.on_card))
