@@ -107,7 +107,8 @@ def test_measured_cells_come_from_the_journal(tmp_path: Path, monkeypatch: pytes
         header_hash=read_gguf(tmp_path / "m-Q8_0.gguf").header_hash,
         card_total_bytes=1 << 30,
         ctx_tokens=3000,
-        peak_bytes=1,
+        peak_bytes=60 << 20,
+        predicted_bytes=64 << 20,
     )
     monkeypatch.setattr(cli_plan, "measured_cells", lambda models: [first])
     cells = run_json(tmp_path, "--card", "1GiB", "--host")["rows"][0]["cells"]
@@ -118,7 +119,9 @@ def test_measured_cells_come_from_the_journal(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_card_without_a_model() -> None:
-    report = run_json("--card", "24GiB")
+    both = run_json("--card", "24GiB", "--card", "8GiB")["cards"]
+    assert [card["label"] for card in both] == ["24GiB", "8GiB"]
+    report = both[0]
     assert report["usable_bytes"] == int(24 * (1 << 30) * 0.9) + 1
     assert report["most_parameters"]["16"] == report["usable_bytes"] // 2
     assert report["most_parameters"]["4"] == int(report["usable_bytes"] / 0.6)

@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from kvguard.geometry import GeometryError
 from kvguard.matrix import CardRow, Measured
 from kvguard.model import ModelError, ModelMeta
 from kvguard.plan_report import Ask, card_report, matrix_report, parameters_report, plan_report
-from kvguard.plan_view import show_card, show_matrix, show_parameters, show_plan
+from kvguard.plan_view import show_cards, show_matrix, show_parameters, show_plan
 from kvguard.planner import Limits, Prefer
 from kvguard.settings import parse_size
 from kvguard.sketch import parse_parameters, sketch
@@ -93,7 +94,6 @@ def plan(
 
       kvguard plan --params 27B --bits 4 --layers 60 --kv-heads 8 --head-dim 128 --card 24GiB
     """
-    out = Console(highlight=False)
     try:
         limits = Limits(
             ctx_tokens=ctx,
@@ -106,45 +106,71 @@ def plan(
             exact=ctx is not None or batch is not None,
         )
         chosen = _choice("--prefer", prefer, PREFER)
+        rows = [_row(text, headroom, host) for text in card or ()]
         metas = [meta for model in models or () for meta in read_models(model)]
+        if params is not None and metas:
+            raise UsageError("give a model or --params, not both")
         if params is not None:
-            if metas:
-                raise UsageError("give a model or --params, not both")
             meta = sketch(parse_parameters(params), bits, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
-            rows = [_row(text, headroom, host) for text in card or ()]
-            contexts = (ctx,) if ctx else (8192, 32_768)
-            report = parameters_report(meta, contexts, rows[0] if rows else None)
-            _print(out, report, show_parameters, as_json)
-            raise typer.Exit(0 if report.get("fits", True) else EXIT_NO)
-        if not metas:
-            if not card:
-                raise UsageError("give a model, --card or --params")
-            for text in card:
-                _print(out, card_report(_row(text, headroom, host)), show_card, as_json)
-            raise typer.Exit(0)
-        if len(metas) > 1 or (card and len(card) > 1):
-            texts = card or (("here",) if len(metas) == 1 else USUAL_CARDS)
-            rows = [_row(text, headroom, host) for text in texts]
-            report = matrix_report(metas, rows, limits, chosen, measured_cells(metas))
-            _print(out, report, show_matrix, as_json)
-            raise typer.Exit(0 if any(row["choice"] for row in report["rows"]) else EXIT_NO)
-        row = _row(card[0] if card else "here", headroom, host)
-        ask = asker(metas[0], row, llama_server)
-        report = plan_report(metas[0], row, limits, chosen, _projector_bytes(mmproj), ask)
-        _print(out, report, show_plan, as_json)
-        raise typer.Exit(0 if report["fits"] else EXIT_NO)
+            answer = _sketch_answer(meta, ctx, rows)
+        elif not metas:
+            answer = _cards_answer(rows)
+        elif len(metas) > 1 or len(rows) > 1:
+            rows = rows or [_row(text, headroom, host) for text in USUAL_CARDS]
+            answer = _matrix_answer(metas, rows, limits, chosen)
+        else:
+            row = rows[0] if rows else _row("here", headroom, host)
+            answer = _plan_answer(metas[0], row, limits, chosen, mmproj, llama_server)
     except (ModelError, GeometryError, UsageError) as exc:
         Console(stderr=True).print(f"[bold red]error:[/] {exc}", highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_USAGE) from None
-
-
-def _print(
-    out: Console, report: dict[str, Any], show: Callable[[Console, dict[str, Any]], None], as_json: bool
-) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        sys.stdout.write(json.dumps(answer.report, indent=2) + "\n")
     else:
-        show(out, report)
+        answer.show(Console(highlight=False), answer.report)
+    raise typer.Exit(0 if answer.fits else EXIT_NO)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A report, how to draw it, and whether it is a yes."""
+
+    report: dict[str, Any]
+    show: Callable[[Console, dict[str, Any]], None]
+    fits: bool = True
+
+
+def _sketch_answer(meta: ModelMeta, ctx: int | None, rows: Sequence[CardRow]) -> Answer:
+    contexts = (ctx,) if ctx else (8192, 32_768)
+    report = parameters_report(meta, contexts, rows[0] if rows else None)
+    return Answer(report, show_parameters, report.get("fits", True))
+
+
+def _cards_answer(rows: Sequence[CardRow]) -> Answer:
+    if not rows:
+        raise UsageError("give a model, --card or --params")
+    return Answer({"cards": [card_report(row) for row in rows]}, show_cards)
+
+
+def _matrix_answer(
+    metas: Sequence[ModelMeta], rows: Sequence[CardRow], limits: Limits, prefer: Prefer
+) -> Answer:
+    report = matrix_report(metas, rows, limits, prefer, measured_cells(metas))
+    return Answer(report, show_matrix, any(row["choice"] for row in report["rows"]))
+
+
+def _plan_answer(
+    meta: ModelMeta,
+    row: CardRow,
+    limits: Limits,
+    prefer: Prefer,
+    mmproj: Path | None,
+    llama_server: str | None,
+) -> Answer:
+    ask = asker(meta, row, llama_server)
+    measured = measured_cells([meta])
+    report = plan_report(meta, row, limits, prefer, _projector_bytes(mmproj), ask, measured)
+    return Answer(report, show_plan, report["fits"])
 
 
 def _choice(option: str, value: str, choices: dict[str, Any]) -> Any:
@@ -180,9 +206,10 @@ def _row(text: str, headroom: str | None, host: bool) -> CardRow:
 
 def card_here(host: bool) -> tuple[str, CardReading, bool]:
     """This machine's card as (name, reading, is a GPU): a GPU, else the smallest memory that binds."""
+    from kvguard.cgroups import own_cgroups
     from kvguard_adapters.cards import binding_card
 
-    card = binding_card()
+    card = binding_card(own_cgroups().paths())
     return card.info.name, card.read(), card.info.kind == "nvml"
 
 

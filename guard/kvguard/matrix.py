@@ -36,12 +36,16 @@ class CardRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A confirmed configuration of the journal, as much as a cell needs of it."""
+    """A confirmed configuration of the journal, as much as a plan needs of it; 0: nothing was predicted."""
 
     header_hash: str
     card_total_bytes: int
     ctx_tokens: int
     peak_bytes: int
+    predicted_bytes: int = 0
+
+    def is_of(self, meta: ModelMeta, row: CardRow) -> bool:
+        return (self.header_hash, self.card_total_bytes) == (meta.header_hash, row.total_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +73,6 @@ def matrix(
 
 def _cell(meta: ModelMeta, row: CardRow, limits: Limits, measured: Sequence[Measured]) -> Cell:
     plan = choose([meta], row.card, row.headroom, limits=limits, gpu=row.gpu)
-    seen = [m for m in measured if (m.header_hash, m.card_total_bytes) == (meta.header_hash, row.total_bytes)]
-    best = max(seen, key=lambda m: m.ctx_tokens, default=None)
+    best = max((m for m in measured if m.is_of(meta, row)), key=lambda m: m.ctx_tokens, default=None)
     predicted = max_ctx_of(meta, row.usable_bytes, 1, limits, gpu=row.gpu) if plan.fits else 0
     return Cell(plan=plan, ctx_tokens=best.ctx_tokens if best else predicted, measured=best)

@@ -68,9 +68,9 @@ def token_price(meta: ModelMeta) -> Price:
     return llama_price(geometry, LlamaSettings(ctx_tokens=meta.n_ctx_train or 4096))
 
 
-def accounts_report(accounts: Accounts, measured: Accounts | None = None) -> dict[str, Any]:
-    """The three accounts, line by line; measured totals stand beside predicted ones."""
-    report: dict[str, Any] = {
+def accounts_report(accounts: Accounts) -> dict[str, Any]:
+    """The three accounts, line by line."""
+    return {
         "weights_bytes": accounts.weights_bytes,
         "kv_bytes": accounts.kv_bytes,
         "overhead_bytes": accounts.overhead_bytes,
@@ -88,9 +88,6 @@ def accounts_report(accounts: Accounts, measured: Accounts | None = None) -> dic
             for entry in accounts.entries
         ],
     }
-    if measured is not None:
-        report["measured"] = accounts_report(measured)
-    return report
 
 
 Ask = Callable[[Knobs], Accounts | None]
@@ -104,6 +101,7 @@ def plan_report(
     prefer: Prefer = "balanced",
     projector_bytes: int = 0,
     ask: Ask | None = None,
+    measured: Sequence[Measured] = (),
 ) -> dict[str, Any]:
     """One model on one card: accounts, verdict, and how far context and batch could go."""
     plan = choose(
@@ -131,6 +129,11 @@ def plan_report(
         "max_batch_by_ctx": {
             str(ctx): max_batch_of(meta, row.usable_bytes, ctx, limits, gpu=row.gpu) for ctx in contexts
         },
+        "measured": [
+            {"ctx_tokens": m.ctx_tokens, "peak_bytes": m.peak_bytes, "predicted_bytes": m.predicted_bytes}
+            for m in measured
+            if m.is_of(meta, row)
+        ],
     }
 
 

@@ -42,6 +42,12 @@ def show_plan(console: Console, report: dict[str, Any]) -> None:
     console.print(_bar(report))
     _show_verdict(console, report)
     console.print(_limits_table(report))
+    for record in report["measured"]:
+        predicted = record["predicted_bytes"]
+        beside = f", predicted {size(predicted)}" if predicted else ""
+        console.print(
+            f"measured at context {tokens(record['ctx_tokens'])}: {size(record['peak_bytes'])}{beside}"
+        )
 
 
 def _show_card(console: Console, card: dict[str, Any]) -> None:
@@ -134,14 +140,15 @@ def _cell_text(cell: dict[str, Any]) -> str:
     return f"{mark} {cell['ctx_tokens']:,}"
 
 
-def show_card(console: Console, card: dict[str, Any]) -> None:
-    """A card without a model: what it could carry."""
-    _show_card(console, card)
-    table = Table("weights", box=None, pad_edge=False)
-    table.add_column("most parameters", justify="right")
-    for bits, parameters in card["most_parameters"].items():
-        table.add_row(f"{bits} bit", count(parameters))
-    console.print(table)
+def show_cards(console: Console, report: dict[str, Any]) -> None:
+    """Cards without a model: what they could carry."""
+    for card in report["cards"]:
+        _show_card(console, card)
+        table = Table("weights", box=None, pad_edge=False)
+        table.add_column("most parameters", justify="right")
+        for bits, parameters in card["most_parameters"].items():
+            table.add_row(f"{bits} bit", count(parameters))
+        console.print(table)
     console.print("a loose bound, weights alone: KV cache and overhead come on top", style="dim")
 
 
