@@ -3,95 +3,114 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvguard.domain import CardInfo, CardReading
 from kvguard.ports import CardLost
+from kvguard_adapters.cards.resident import resident_bytes
 
-V1_ROOT = Path("/sys/fs/cgroup/memory")
-V2_ROOT = Path("/sys/fs/cgroup")
 UNLIMITED_BYTES = 1 << 60
 """v1 says a number near 2^63 for "no limit"."""
 
 
-class CgroupCard:
-    """One cgroup. Used is the working set: usage minus the page cache that the kernel would drop first."""
+@dataclass(frozen=True, slots=True)
+class _Version:
+    name: str
+    limit: str
+    usage: str
+    inactive: str
 
-    def __init__(self, path: Path, *, name: str = "") -> None:
+
+_V1 = _Version("v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version("v2", "memory.max", "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One cgroup of the chain from the innermost to the root."""
+
+    path: Path
+    version: _Version
+    limit_bytes: int | None
+
+    def working_set_bytes(self) -> int:
+        """Usage minus the page cache that the kernel would drop first. Raises CardLost."""
+        try:
+            usage = int((self.path / self.version.usage).read_text())
+            stat = (self.path / "memory.stat").read_text()
+        except OSError as exc:
+            raise CardLost(f"the cgroup {self.path} is gone") from exc
+        return max(0, usage - _field(stat, self.version.inactive))
+
+
+class CgroupCard:
+    """One cgroup with all that is above it: whichever limit is nearest to its usage binds.
+
+    `shared` says that others than the backend are in it, as in a container; else all of it is the backend's.
+    Raises CardLost when neither it nor anything above it has a limit, or when it is gone.
+    """
+
+    def __init__(self, path: Path, *, name: str = "", shared: bool = False, detail: str = "") -> None:
+        levels = list(_levels(path))
+        if not levels:
+            raise CardLost(f"{path} is not a memory cgroup")
         self.path = path
-        self.is_v1 = (path / "memory.limit_in_bytes").exists()
-        limit = read_limit(path)
-        if limit is None:
-            raise CardLost(f"{path} has no memory limit")
-        version = "v1" if self.is_v1 else "v2"
-        self.info = CardInfo(kind="cgroup", name=name or "memory cgroup", total_bytes=limit, driver=version)
-        self._source = f"cgroup {version} working set"
+        self._inner = levels[0]
+        self._limited = [(level, level.limit_bytes) for level in levels if level.limit_bytes is not None]
+        if not self._limited:
+            raise CardLost(f"neither {path} nor a cgroup above it has a memory limit")
+        self._shared = shared
+        self._source = f"cgroup {self._inner.version.name} working set"
+        self.info = CardInfo(
+            kind="cgroup",
+            name=name or "memory cgroup",
+            total_bytes=min(limit for _, limit in self._limited),
+            driver=self._inner.version.name,
+            detail=detail,
+        )
 
     def read(self, own_pids: Sequence[int] = ()) -> CardReading:
-        try:
-            name = "memory.usage_in_bytes" if self.is_v1 else "memory.current"
-            usage = int((self.path / name).read_text())
-            inactive = _inactive_file_bytes(
-                self.path / "memory.stat", "total_inactive_file" if self.is_v1 else "inactive_file"
-            )
-        except FileNotFoundError as exc:
-            raise CardLost(f"the cgroup {self.path} is gone") from exc
-        except OSError:  # removed between open and read
-            raise CardLost(f"the cgroup {self.path} is gone") from None
-        used = max(0, usage - inactive)
+        """`used_bytes` is the total minus what may still be taken at every level."""
+        inner = self._inner.working_set_bytes()
+        free = min(
+            limit - (inner if level is self._inner else level.working_set_bytes())
+            for level, limit in self._limited
+        )
+        used = max(0, self.info.total_bytes - free)
+        own: int | None = min(used, inner)
+        if self._shared:
+            own = min(used, resident_bytes(own_pids)) if own_pids else None
         return CardReading(
             at_s=time.time(),
             total_bytes=self.info.total_bytes,
             used_bytes=used,
-            own_bytes=None,
+            own_bytes=own,
             source=self._source,
         )
 
 
-def read_limit(path: Path) -> int | None:
-    """The limit of one cgroup in bytes, None where it has none."""
-    for name in ("memory.limit_in_bytes", "memory.max"):
-        try:
-            text = (path / name).read_text().strip()
-        except OSError:
-            continue
-        if text != "max" and int(text) < UNLIMITED_BYTES:
-            return int(text)
+def _levels(path: Path) -> Iterator[_Level]:
+    """The cgroup and those above it, as far as they have memory files."""
+    for folder in (path, *path.parents):
+        version = next((v for v in (_V1, _V2) if (folder / v.usage).exists()), None)
+        if version is None:
+            return
+        yield _Level(folder, version, _limit_bytes(folder / version.limit))
+
+
+def _limit_bytes(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:  # v2's root has no such file
         return None
-    return None
+    return None if text == "max" or int(text) >= UNLIMITED_BYTES else int(text)
 
 
-def own_cgroup_with_limit() -> Path | None:
-    """The cgroup of this process, or its ancestor with the tightest limit; None without one."""
-    best: tuple[int, Path] | None = None
-    for start, root in _own_paths():
-        path = start
-        while True:
-            limit = read_limit(path)
-            if limit is not None and (best is None or limit < best[0]):
-                best = (limit, path)
-            if path == root or root not in path.parents:
-                break
-            path = path.parent
-    return best[1] if best else None
-
-
-def _own_paths() -> list[tuple[Path, Path]]:
-    found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            found.append((V1_ROOT / path.lstrip("/"), V1_ROOT))
-        elif not controllers:
-            found.append((V2_ROOT / path.lstrip("/"), V2_ROOT))
-    # inside a container the path may be the host's, and the mount our own
-    return [(start if start.exists() else root, root) for start, root in found]
-
-
-def _inactive_file_bytes(stat: Path, key: str) -> int:
-    for line in stat.read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name == key:
+def _field(stat: str, name: str) -> int:
+    for line in stat.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
             return int(value)
     return 0

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 import psutil
 
 from kvguard.domain import CardInfo, CardReading
+from kvguard_adapters.cards.resident import resident_bytes
 
 
 class HostCard:
     """All RAM. Used is what cannot be given to a new process without swapping (MemTotal - MemAvailable)."""
 
-    def __init__(self) -> None:
-        total = psutil.virtual_memory().total
+    def __init__(self, *, detail: str = "") -> None:
         self.info = CardInfo(
             kind="host",
             name=f"host memory ({platform.machine()})",
-            total_bytes=total,
+            total_bytes=psutil.virtual_memory().total,
             driver=platform.release(),
+            detail=detail,
         )
 
     def read(self, own_pids: Sequence[int] = ()) -> CardReading:
@@ -49,14 +50,3 @@ class ProcessCard:
             own_bytes=own,
             source="sum of resident sets",
         )
-
-
-def resident_bytes(pids: Sequence[int]) -> int:
-    """Sum of the resident sets; a process that is gone counts nothing."""
-    total = 0
-    for pid in pids:
-        try:
-            total += psutil.Process(pid).memory_info().rss
-        except psutil.Error:
-            continue
-    return total

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvguard import __version__
 from kvguard.accounts import EngineName
 from kvguard.api.auth import Keys, read_key_file
+from kvguard.cgroups import own_cgroups
 from kvguard.child import Child
 from kvguard.domain import CardInfo, Knobs
 from kvguard.events import Events
@@ -147,7 +148,7 @@ def _card(settings: Settings) -> Card:
     """The memory that binds: the limit that was asked for, or the smallest that applies here."""
     if settings.memory.limit_bytes is not None:
         return _PlannedLimit(settings.memory.limit_bytes)
-    return binding_card()
+    return binding_card(own_cgroups().paths())
 
 
 class _PlannedLimit(ProcessCard):
