@@ -209,7 +209,7 @@ def card_here(host: bool) -> tuple[str, CardReading, bool]:
     from kvguard.cgroups import own_cgroups
     from kvguard_adapters.cards import binding_card
 
-    card = binding_card(own_cgroups().paths())
+    card = binding_card(own_cgroups().paths(), gpu=not host)
     return card.info.name, card.read(), card.info.kind == "nvml"
 
 
