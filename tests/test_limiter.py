@@ -320,7 +320,7 @@ async def test_a_lease_drains_until_the_engine_has_freed_it() -> None:
 
 async def overfull(limiter: Limiter, n: int) -> list[Lease]:
     """Requests that run longer than was predicted of them."""
-    limiter.resize(1, Capacity(pool_tokens=1000, ctx_tokens=600, sequences=8))
+    limiter.resize(1, Capacity(pool_tokens=1200, ctx_tokens=600, sequences=8))
     return [await lease_of(limiter.acquire(demand(100, 100), request_id=str(i))) for i in range(n)]
 
 

@@ -75,10 +75,11 @@ class Adaptive(Ledger):
             return self.wait(braked, round(self._peak_tokens))
         entry = self._entry_of_new(priced, demand, key)
         peak_tokens = self._peak(self._current().plus(entry, self._survival.rows))
-        if peak_tokens <= self.capacity.pool_tokens * (1 - self._spare_share):  # 4
+        limit_tokens = self._limit_tokens(self.sequences + priced.sequences)
+        if peak_tokens <= limit_tokens * (1 - self._spare_share):  # 4
             return self.go("likely_fits", round(peak_tokens))
         sure_tokens = self._running.lockstep_peak(self.capacity.block_tokens - 1, entry)
-        if sure_tokens <= self.capacity.pool_tokens:
+        if sure_tokens <= limit_tokens:
             return self.go("surely_fits", round(sure_tokens))
         return self.wait("pool_full", round(peak_tokens))
 
@@ -88,6 +89,11 @@ class Adaptive(Ledger):
         likely = quantile(outlook.mean, outlook.variance, outlook.third, self._feedback.z)
         likely += 0.5 * block * outlook.count
         return float(np.minimum(outlook.sure + block * outlook.count, self._feedback.ratio * likely).max())
+
+    def _limit_tokens(self, sequences: int) -> int:
+        """What may be used: where requests are taken back before an overflow, less the room that takes."""
+        takes_back = self.capacity.overflow == "fails_all"
+        return self.capacity.pool_tokens - (TAKE_BACK_STEPS * sequences if takes_back else 0)
 
     def _current(self) -> Outlook:
         if self._outlook is None:
@@ -186,8 +192,8 @@ class Adaptive(Ledger):
         capacity = self._capacity
         if capacity is None or capacity.overflow != "fails_all" or not self.shares_pool():
             return 0
-        soon_tokens = self._running.now_tokens + self.sequences * TAKE_BACK_STEPS
-        return max(0, int(min(soon_tokens, self.reserved_tokens)) - capacity.pool_tokens)
+        soon_tokens = min(self._running.now_tokens + self.sequences * TAKE_BACK_STEPS, self.reserved_tokens)
+        return max(0, soon_tokens - capacity.pool_tokens)
 
     def report(self) -> dict[str, float]:
         return {

@@ -68,15 +68,15 @@ class Outlook:
         held = np.minimum(ahead, np.float32(entry.growth_tokens))
         held += np.float32(entry.now_tokens)
         begun = (BEFORE[:columns] < entry.steps).astype(np.float32)
+        held *= begun
         share = held * rows[entry.row, :columns]
-        share *= ahead < entry.steps
         rest = held - share
         spread = share * rest
         return Outlook(
             mean=self.mean + share,
             variance=self.variance + spread,
             third=self.third + spread * (rest - share),
-            sure=self.sure + held * begun,
+            sure=self.sure + held,
             count=self.count + begun,
         )
 
@@ -144,8 +144,8 @@ class Book:
     def outlook(self, rows: Floats, columns: int) -> Outlook:
         """Mean, variance, third central moment and certain bound of what is held, before rounding to blocks.
 
-        An entry holds s(t) = now + min(t, growth) with the chance S(t), and nothing after its steps. The
-        certain bound at t covers all times since the point before, so that no peak falls between two points.
+        An entry holds s(t) = now + min(t, growth) with the chance S(t), and nothing after its steps. What
+        ends between two points still counts at the later one, so that no peak falls between them.
         """
         n = len(self._ids)
         now, growth, steps = self._states(n)
@@ -154,9 +154,9 @@ class Book:
         held += now[:, None]
         begun = (BEFORE[:columns] < steps[:, None]).astype(np.float32)
         share = rows[:, :columns].take(self._row[:n], axis=0)
+        held *= begun
         share *= held
-        share *= ahead < steps[:, None]
-        sure = np.einsum("ij,ij->j", held, begun)
+        sure = held.sum(axis=0)
         held -= share  # what is left if it has ended
         spread = share * held
         held -= share
