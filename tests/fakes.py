@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from kvguard.domain import Capacity, Demand, Ending, Endpoint, EngineSample, Knobs, Refusal, Snapshot, State
+from kvguard.domain import Capacity, Demand, Ending, Endpoint, EngineSample, Knobs, Snapshot, State
 from kvguard.ports import NotReady
 
 CAPACITY = Capacity(pool_tokens=8192, ctx_tokens=2048, sequences=4)
@@ -144,6 +144,7 @@ class OpenLease:
         self.demand = demand
         self.new_tokens = 0
         self.draining = False
+        self.live = True
         self.ended = asyncio.Event()
         self.ending: Ending | None = None
 
@@ -160,20 +161,3 @@ class OpenLease:
         assert self.ending is None, "released twice"
         self.ending = ending
         self.ended.set()
-
-
-class OpenLimiter:
-    """Admits everything while the backend is ready, and remembers each lease."""
-
-    def __init__(self, supervision: FakeSupervision) -> None:
-        self._supervision = supervision
-        self.leases: list[OpenLease] = []
-        self.fronts: list[bool] = []
-
-    async def acquire(self, demand: Demand, *, front: bool = False, **_: Any) -> OpenLease | Refusal:
-        snapshot = self._supervision.snapshot
-        while not snapshot.ready:
-            snapshot = await self._supervision.changed(than=snapshot)
-        self.leases.append(OpenLease(snapshot.generation, demand))
-        self.fronts.append(front)
-        return self.leases[-1]

@@ -208,6 +208,79 @@ class TestClientLeaves:
             await text_of(other)
 
 
+class TestTakenBack:
+    @pytest.mark.parametrize("begun", [False, True])
+    async def test_the_client_notices_nothing(self, begun: bool) -> None:
+        """The engine's place is free before the request gets another, at the head of the queue."""
+        async with fake_stack(capacity=ONE_AT_A_TIME) as (stack, child):
+            stall = {"stall_after": 2 if begun else 0}
+            asking = asyncio.create_task(ask(stack, stream=True, fake=stall))
+            stream = await asking if begun else None
+            if stream is not None:
+                first = await anext(aiter(stream))
+            await until(lambda: bool(stack.hot.inflight.running()))
+            (flight,) = stack.hot.inflight.running()
+            assert flight.lease is not None
+            flight.lease.take_back()
+            await until(lambda: stack.limiter.status().started_total == 2)
+            assert (await child.state())["running"] <= 1
+            await child.release()
+            text, _ = await text_of(stream or await asking)
+            if stream is not None:
+                text = (first.choices[0].delta.content or "") + text
+            assert text == words(6)
+            assert stack.limiter.running == 0
+
+    async def test_one_that_could_not_go_on_is_left_alone_once_it_has_begun(self) -> None:
+        async with fake_stack() as (stack, child):
+            stream = await ask(stack, stream=True, logprobs=True, fake={"stall_after": 2})
+            await anext(aiter(stream))
+            (flight,) = stack.hot.inflight.running()
+            assert flight.lease is not None
+            await until(lambda: not flight.lease.may_be_taken_back)
+            await child.release()
+            await text_of(stream)
+
+    async def test_an_answer_in_one_piece_is_left_alone(self) -> None:
+        async with fake_stack() as (stack, child):
+            asking = asyncio.create_task(ask(stack, fake={"stall_after": 1}))
+            await until(lambda: bool(stack.hot.inflight.running()))
+            (flight,) = stack.hot.inflight.running()
+            assert flight.lease is not None
+            assert not flight.lease.may_be_taken_back
+            await child.release()
+            await asking
+
+
+class TestCounting:
+    async def test_nobody_is_counted_while_there_is_room(self) -> None:
+        async with fake_stack() as (stack, _):
+            await asyncio.gather(*(ask(stack) for _ in range(3)))
+            assert counted(stack) == 1  # the template, once
+
+    async def test_when_one_would_wait_it_and_those_that_run_are_counted(self) -> None:
+        """A bound of 1,300 bytes each fits once; 300 words each fit four times."""
+        async with fake_stack(capacity=Capacity(pool_tokens=2048, ctx_tokens=2048, sequences=4)) as (
+            stack,
+            child,
+        ):
+            long = [{"role": "user", "content": "word " * 260}]
+            first = asyncio.create_task(ask(stack, messages=long, fake={"stall_after": 1}))
+            await until(lambda: stack.limiter.running == 1)
+            second = asyncio.create_task(ask(stack, messages=long, fake={"stall_after": 1}))
+            await until(lambda: len(stack.hot.inflight.running()) == 2)
+            assert all(f.demand and f.demand.exact for f in stack.hot.inflight.running())
+            await child.release()
+            await asyncio.gather(first, second)
+
+    async def test_the_same_body_is_counted_once(self) -> None:
+        async with fake_stack() as (stack, _):
+            for _ in range(3):
+                with pytest.raises(openai.BadRequestError):
+                    await ask(stack, messages=[{"role": "user", "content": "word " * 3000}])
+            assert counted(stack) == 2  # the template, and this
+
+
 class TestPoison:
     async def test_only_a_request_that_crashes_alone_is_refused(self) -> None:
         """Two memory crashes make suspects of both; then each runs alone, and one of them proves innocent."""
@@ -245,6 +318,7 @@ class TestPoison:
             await text_of(stream)
 
 
+SMALL_POOL = Capacity(pool_tokens=2048, ctx_tokens=2048, sequences=4)
 ONE_AT_A_TIME = Capacity(pool_tokens=2048, ctx_tokens=2048, sequences=1)
 
 
@@ -258,6 +332,11 @@ async def next_life(stack: Stack, child: EngineChild) -> tuple[EngineChild, bool
     stack.engine = FakeClient(heir.endpoint)
     stack.become(ready(heir.endpoint, generation=generation + 1))
     return heir, blamed
+
+
+def counted(stack: Stack) -> int:
+    assert isinstance(stack.engine, FakeClient)
+    return len(stack.engine.counted)
 
 
 def encode(**fields: Any) -> bytes:
