@@ -46,7 +46,8 @@ def compute_bytes(meta: ModelMeta, geometry: Geometry, settings: LlamaSettings, 
     ubatch = room.ubatch_tokens
     mask_cells = sum(_mask_cells(geometry, settings, room))
     attention = 0 if settings.flash_attn else heads(meta.hparams) * room.sequence
-    indexed = any(layer.name == "indexer" for layer in geometry.layers)
+    # lightning indexers score every cell; block-sparse ones (MSA) score blocks
+    indexed = geometry.mla and any(layer.name == "indexer" for layer in geometry.layers)
     scores = attention + (2 * room.sequence if indexed else 0)
     widest = ubatch * (2 * mask_cells + 4 * (_token_width(meta, geometry) + scores))
     logits = meta.n_vocab * min(ubatch, settings.sequences) * 4

@@ -29,6 +29,8 @@ def vllm_settings(
     """The options of vLLM that these knobs become. On CPU: one batch in flight, and larger blocks."""
     config = text_config(meta.hparams)
     state = str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "")
+    # Kimi's delta attention keeps its recurrent state in float32 unless it is told otherwise
+    state = state or ("float32" if geometry.architecture == "kimi_linear" else "")
     cpu_block = vllm.BLOCK_TOKENS if geometry.mla else vllm.CPU_BLOCK_TOKENS
     return VllmSettings(
         max_model_len=knobs.ctx_tokens,
