@@ -252,6 +252,26 @@ async def test_output_that_is_not_text_and_lines_without_end_stay_bounded(tmp_pa
     assert lines.all == ["caf\ufffd", "10%", "20%", "x" * (16 << 10), "after", "no end"]
 
 
+async def test_a_line_that_is_not_taken_is_reported_and_the_backend_goes_on(tmp_path: Path) -> None:
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(str(what["exception"])))
+    seen: list[str] = []
+
+    def on_line(line: str) -> None:
+        seen.append(line)
+        if line == "bad":
+            raise ValueError("no such thing")
+
+    code = "for line in ('good', 'bad', 'better'): print(line, flush=True)"
+    child = await Child.spawn(
+        Launch(argv=python(code)), memory_limit_bytes=None, run_dir=tmp_path, on_line=on_line
+    )
+    assert await child.wait() == ExitStatus(code=0)
+    await child.memory_gone()
+    assert seen == ["good", "bad", "better"]
+    assert reported == ["no such thing"]
+
+
 async def test_a_flood_leaves_the_event_loop_its_turns(tmp_path: Path) -> None:
     turns = 0
 

@@ -108,16 +108,17 @@ class Limit:
         """
         return _counted(self._counter) - self._oom_before
 
-    def remove(self) -> None:
-        """Remove the cgroup; the kernel may need a moment after the last process."""
+    def remove(self) -> bool:
+        """Remove the cgroup; the kernel may need a moment after the last process. False when it stays."""
         deadline_s = time.monotonic() + REMOVE_PATIENCE_S
         while self.path is not None and self.path.exists():
-            try:
+            with contextlib.suppress(OSError):
                 self.path.rmdir()
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    return
-                time.sleep(0.01)
+                break
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def members(path: Path) -> list[int]:

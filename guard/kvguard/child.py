@@ -162,8 +162,9 @@ class Child:
     async def _finish_for_the_warden(self) -> None:
         """Someone killed it: what it guarded has to go too."""
         left = leftovers.Leftover.read(self._record)
-        if left is not None:
+        while left is not None:
             await asyncio.to_thread(leftovers.kill, left, self._record)
+            left = leftovers.Leftover.read(self._record)
 
     # ------------------------------------------------------------ life
 
@@ -235,20 +236,31 @@ def _order(launch: Launch, memory_limit_bytes: int | None, run_dir: Path, cwd: P
 
 
 async def _read_lines(descriptor: int, on_line: Callable[[str], None]) -> None:
-    """Read to the end. A child that floods waits for us, and the event loop has its turn in between."""
+    """Read to the end, whatever becomes of a line: an engine whose output nobody takes stops or dies.
+
+    A child that floods waits for us, and the event loop has its turn in between.
+    """
+    loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader(limit=CHUNK_BYTES)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+    transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb", buffering=0)
     )
+
+    def take(line: str) -> None:
+        try:
+            on_line(line)
+        except Exception as exc:
+            loop.call_exception_handler({"message": "a line of the backend was not taken", "exception": exc})
+
     cutter = LineCutter()
     try:
         while chunk := await stream.read(CHUNK_BYTES):
             for number, line in enumerate(cutter.feed(chunk), start=1):
-                on_line(line)
+                take(line)
                 if number % LINES_AT_ONCE == 0:
                     await asyncio.sleep(0)
         for line in cutter.end():
-            on_line(line)
+            take(line)
     finally:
         transport.close()
 

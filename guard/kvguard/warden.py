@@ -43,7 +43,9 @@ class Orders:
 
     def take(self) -> list[dict[str, Any]]:
         """Read once; returns the whole lines, and sets `ended` at the end of file."""
-        data = os.read(0, 1 << 20)
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = os.read(0, 1 << 20)
         self.ended = not data
         *lines, self._pending = (self._pending + data).split(b"\n")
         return [json.loads(line) for line in lines]
@@ -194,8 +196,8 @@ class Warden:
             select.select([self._wakeup_fd], [], [], KILL_AGAIN_S)
             self._reap()
         self._reap()
-        self._limit.remove()
-        self._record.unlink(missing_ok=True)
+        if self._limit.remove():  # else the record stays, and the next start tries again
+            self._record.unlink(missing_ok=True)
 
 
 def _identity(pid: int) -> list[int]:
