@@ -1,9 +1,9 @@
 """The structured log of confirmed and failed configurations: written once, read back by a later start.
 
-JSON lines, one file a card, appended under a file lock and fsynced; a torn last line is healed by the next
-append and skipped by readers. The engine's own load lines are in a side file a record. Questions are answered
-from the few fields that they need (`Head`); only what is given back is decoded in full, so that 100,000
-records are no burden.
+JSON lines, one file a card, appended under a file lock and fsynced; a torn last line is skipped by readers
+and cut off by the next append. The engine's own load lines are in a side file a record. Questions are
+answered from the few fields that they need (`Head`); only what is given back is decoded in full, so that
+100,000 records are no burden.
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ class Journal:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # a writer died in the middle of its line
+            size = _heal(descriptor)
             try:
                 _write_all(descriptor, line)
                 os.fsync(descriptor)
@@ -327,6 +325,34 @@ def _as_far_as_known(line: bytes) -> Record | None:
         return Record(**values)
     except (KeyError, ValueError, msgspec.MsgspecError):
         return None
+
+
+def _heal(descriptor: int) -> int:
+    """Cut off what a writer left that died in the middle of its line; return the file's size.
+
+    SIGKILL ends a write between two pages, so half lines happen. Nobody was told that such a line is written.
+    """
+    size = os.fstat(descriptor).st_size
+    end = _last_line_end(descriptor, size)
+    if end < size:
+        try:
+            _RECORD.decode(os.pread(descriptor, size - end, end))
+            return size + os.pwrite(descriptor, b"\n", size)  # whole but for its end
+        except (msgspec.MsgspecError, ValueError):
+            os.ftruncate(descriptor, end)
+    return end
+
+
+def _last_line_end(descriptor: int, size: int) -> int:
+    """Where the last whole line ends."""
+    start = size
+    while start > 0:
+        length = min(start, _READ_BYTES)
+        start -= length
+        newline = os.pread(descriptor, length, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+    return 0
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
