@@ -30,7 +30,7 @@ SETTLE_TURNS = 4
 class EngineModel:
     """What an engine can hold and how long a step takes it.
 
-    step_s = base_s + decode_s * sequences that decode + kv_s * tokens that they hold + prefill_s * prompt tokens
+    step_s = base_s + decode_s * sequences that decode + kv_s * tokens held + prefill_s * prompt tokens
     watermark is the share of blocks that the engine itself keeps free when it starts a request.
     """
 
@@ -102,7 +102,7 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence_:
+class EngineSequence:
     """One request inside the engine. `target` tokens are to be computed before it decodes (on)."""
 
     run: Run
@@ -125,8 +125,8 @@ class Engine:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.now_s = 0.0
-        self.running: list[Sequence_] = []
-        self.waiting: deque[Sequence_] = deque()
+        self.running: list[EngineSequence] = []
+        self.waiting: deque[EngineSequence] = deque()
         self.preemptions = 0
         self.overflows = 0
         self.used_token_seconds = 0.0
@@ -153,7 +153,7 @@ class Engine:
     def idle(self) -> bool:
         return not self.running and not self.waiting
 
-    def submit(self, seq: Sequence_) -> None:
+    def submit(self, seq: EngineSequence) -> None:
         self.waiting.append(seq)
 
     def cancel(self, run: Run) -> None:
@@ -214,7 +214,7 @@ class Engine:
         held = sum(seq.computed for seq in self.running)
         return m.base_s + m.decode_s * decoding + m.kv_s * held + m.prefill_s * prefilled
 
-    def _emit(self, seq: Sequence_, tokens: int, gap_s: float) -> None:
+    def _emit(self, seq: EngineSequence, tokens: int, gap_s: float) -> None:
         run = seq.run
         if run.first_token_at_s is None:
             run.first_token_at_s = self.now_s
@@ -248,13 +248,13 @@ class Engine:
         first = min(self.waiting[0].target, m.prefill_tokens)
         return self._free_blocks() - kept >= m.blocks(first)
 
-    def _schedule(self) -> list[tuple[Sequence_, int]]:
+    def _schedule(self) -> list[tuple[EngineSequence, int]]:
         return self._schedule_slots() if self.model.overflow == "fails_all" else self._schedule_blocks()
 
-    def _schedule_blocks(self) -> list[tuple[Sequence_, int]]:
+    def _schedule_blocks(self) -> list[tuple[EngineSequence, int]]:
         """Running sequences first, in order of arrival; the last one gives way; then new ones."""
         m, budget, free = self.model, self.model.prefill_tokens, self._free_blocks()
-        work: list[tuple[Sequence_, int]] = []
+        work: list[tuple[EngineSequence, int]] = []
         preempted = False
         at = 0
         while at < len(self.running):
@@ -296,7 +296,7 @@ class Engine:
         self.waiting.appendleft(seq)
         return freed
 
-    def _schedule_slots(self) -> list[tuple[Sequence_, int]]:
+    def _schedule_slots(self) -> list[tuple[EngineSequence, int]]:
         """Decode of all slots and prompts in one batch; at overflow everyone fails."""
         m = self.model
         while self.waiting and len(self.running) < m.sequences:
@@ -432,7 +432,7 @@ class Simulation:
         if self._take_back:
             lease.allow_take_back(lambda: self._engine.cancel(run))
         self._engine.submit(
-            Sequence_(
+            EngineSequence(
                 run=run, length=max(1, min(arrival.length, most)), target=arrival.prompt_tokens, done=done,
                 progress=lease.progress,
             )

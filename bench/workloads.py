@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from simulator import Arrival
 
@@ -70,20 +72,26 @@ def _row(
         raise ValueError(f"{path}, line {line}: {exc}") from exc
 
 
-MaxRule = Callable[[int, random.Random], int | None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxTokens:
+    """What the clients put into `max_tokens`, which no trace tells.
 
+    fixed  one number for all, as where a framework sends its default
+    times  a multiple of the need, as a power of two: clients that know their answers
+    none   nothing: the rest of the context
+    """
 
-def fixed_max(tokens: int) -> MaxRule:
-    return lambda _length, _rng: tokens
+    kind: Literal["fixed", "times", "none"]
+    number: int = 0
 
+    def of(self, length: int) -> int | None:
+        if self.kind == "none":
+            return None
+        return self.number if self.kind == "fixed" else 1 << (self.number * length - 1).bit_length()
 
-def times_need(factor: int) -> MaxRule:
-    """A client that knows its answers: `factor` times the need, as a power of two."""
-    return lambda length, _rng: 1 << (factor * length - 1).bit_length()
-
-
-def no_max(_length: int, _rng: random.Random) -> int | None:
-    return None
+    def __str__(self) -> str:
+        names = {"none": "none", "fixed": f"{self.number}", "times": f"{self.number}x need"}
+        return names[self.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +99,22 @@ class Workload:
     """What is sent, and to how large an engine.
 
     concurrency  how many mean requests the pool holds at once
-    length_scale multiplies the trace's outputs, prompt_scale its prompts
+    length_scale multiplies the trace's outputs
     """
 
     name: str
     rows: Sequence[TraceRow]
-    max_rule: MaxRule
+    max_tokens: MaxTokens
     ctx_tokens: int
     concurrency: float = 24
     length_scale: float = 1.0
-    prompt_scale: float = 1.0
     ttft_s: float = 10.0
     tpot_s: float = 0.2
     requests: int = 1500
 
     def pool_tokens(self, block_tokens: int = 16) -> int:
         """Room for `concurrency` requests of mean size, and for one whole context."""
-        mean = sum(self._prompt(row) + self._length(row) for row in self.rows) / len(self.rows)
+        mean = sum(row.prompt_tokens + self._length(row) for row in self.rows) / len(self.rows)
         return -(-max(round(self.concurrency * mean), self.ctx_tokens) // block_tokens) * block_tokens
 
     def arrivals(self, rate_per_s: float, seed: int) -> list[Arrival]:
@@ -115,12 +122,12 @@ class Workload:
         rng = random.Random(seed)
         begin = rng.randrange(len(self.rows))
         picked = [self.rows[(begin + i) % len(self.rows)] for i in range(len(self.rows))]
-        gaps = [max(0.0, b.at_s - a.at_s) for a, b in zip(picked, picked[1:], strict=False)]
+        gaps = [max(0.0, b.at_s - a.at_s) for a, b in itertools.pairwise(picked)]
         usable: list[tuple[float, TraceRow]] = []
         at_s = 0.0
         for row, gap_s in zip(picked, [0.0, *gaps], strict=True):
             at_s += min(gap_s, MAX_GAP_S)
-            if self._prompt(row) < self.ctx_tokens:
+            if row.prompt_tokens < self.ctx_tokens:
                 usable.append((at_s, row))
             if len(usable) == self.requests:
                 break
@@ -128,16 +135,13 @@ class Workload:
         return [self._arrival(at_s * stretch, row, rng) for at_s, row in usable]
 
     def _arrival(self, at_s: float, row: TraceRow, rng: random.Random) -> Arrival:
-        prompt_tokens, length = self._prompt(row), self._length(row)
-        most = self.max_rule(length, rng)
+        prompt_tokens, length = row.prompt_tokens, self._length(row)
+        most = self.max_tokens.of(length)
         room = self.ctx_tokens - prompt_tokens
         return Arrival(
             at_s=at_s, prompt_tokens=prompt_tokens, length=length,
             max_new_tokens=None if most is None else min(most, room), key=f"key{rng.randrange(MOST_KEYS)}",
         )  # fmt: skip
-
-    def _prompt(self, row: TraceRow) -> int:
-        return max(1, round(row.prompt_tokens * self.prompt_scale))
 
     def _length(self, row: TraceRow) -> int:
         return max(1, round(row.length * self.length_scale))
@@ -145,6 +149,22 @@ class Workload:
 
 MAX_GAP_S = 60.0
 """A pause that is longer, as where the end of the trace is joined to its start, is cut to this."""
+
+
+def synthetic(requests: int = 6000, seed: int = 0) -> list[TraceRow]:
+    """Chat-like lengths where there is no trace at hand: log-normal, Poisson arrivals."""
+    rng, at_s, rows = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        at_s += rng.expovariate(1.0)
+        prompt_tokens = min(4000, 1 + int(rng.lognormvariate(6.9, 0.8)))
+        rows.append(
+            TraceRow(
+                at_s=at_s,
+                prompt_tokens=prompt_tokens,
+                length=min(1000, 1 + int(rng.lognormvariate(4.8, 1.0))),
+            )
+        )
+    return rows
 
 
 def concatenated(first: Sequence[TraceRow], second: Sequence[TraceRow]) -> list[TraceRow]:
