@@ -444,26 +444,30 @@ def test_a_sweep_waits_for_a_warden_that_is_at_it(tmp_path: Path, drivers: Calla
     driver = drivers(tmp_path, SLEEP)
     driver.kill()
     assert leftovers.sweep(tmp_path) == []
-    assert not any(map(lives, driver.pids))
+    assert not any(map(lives, driver.guarded["pids"]))
 
 
-def test_a_sweep_kills_no_stranger_with_a_pid_that_was_used_again(tmp_path: Path) -> None:
+def test_a_sweep_kills_no_stranger(tmp_path: Path) -> None:
+    """A pid that was used again, one of another boot, a cgroup that is not the backend's, a torn file."""
     with subprocess.Popen(python(SLEEP), stdout=subprocess.PIPE) as stranger:
-        record = {
-            "name": "x",
-            "kvguard": [1, 1],
-            "warden": [1, 1],
-            "backend": [stranger.pid, 1],
-            "cgroup": None,
-        }
-        leftovers.record_path(tmp_path, "x").write_text(json.dumps(record))
-        record |= {"name": "y", "cgroup": str(OWN.v1 or OWN.v2)}  # not a cgroup of that backend's own
-        leftovers.record_path(tmp_path, "y").write_text(json.dumps(record))
+        process = processes.look(stranger.pid)
+        assert process is not None
+        exact, reused = [stranger.pid, process.started], [stranger.pid, process.started - 1]
+        record = {"boot": processes.boot_id(), "kvguard": [1, 1], "warden": [1, 1], "cgroup": None}
+        for name, facts in {
+            "reused": {"backend": reused},
+            "old-boot": {"backend": exact, "boot": "another"},
+            "not-our-cgroup": {"backend": reused, "cgroup": str(OWN.v1 or OWN.v2)},
+        }.items():
+            leftovers.record_path(tmp_path, name).write_text(json.dumps({**record, "name": name, **facts}))
         leftovers.record_path(tmp_path, "torn").write_text('{"name": "z", "war')
         assert leftovers.sweep(tmp_path) == []
         assert stranger.poll() is None
         assert list(tmp_path.iterdir()) == []
-        stranger.kill()
+
+        record |= {"name": "exact", "backend": exact}  # the same record with nothing wrong does kill
+        leftovers.record_path(tmp_path, "exact").write_text(json.dumps(record))
+        assert leftovers.sweep(tmp_path) == [stranger.pid]
 
 
 # ---------------------------------------------------------------- where no cgroup can be made

@@ -39,16 +39,17 @@ class Leftover:
 
     @classmethod
     def read(cls, file: Path) -> Leftover | None:
-        """None for a file that is gone, torn or not ours."""
+        """None for a file that is gone, torn, not ours or of another boot."""
         try:
             raw = json.loads(file.read_text())
+            this_boot = raw["boot"] == processes.boot_id()
             kvguard, warden, backend = (
                 (int(pid), int(started)) for pid, started in (raw["kvguard"], raw["warden"], raw["backend"])
             )
             name, cgroup = str(raw["name"]), Path(raw["cgroup"]) if raw["cgroup"] else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        if cgroup is not None and cgroup.name != name:
+        if not this_boot or (cgroup is not None and cgroup.name != name):
             return None
         return cls(name=name, kvguard=kvguard, warden=warden, backend=backend, cgroup=cgroup)
 

@@ -37,6 +37,12 @@ def is_alive(pid: int, started: int) -> bool:
     return process is not None and process.started == started and process.alive
 
 
+def boot_id() -> str:
+    """Names this boot of the machine: pids and start times of another mean nobody here."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
 def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

@@ -126,6 +126,7 @@ class Warden:
         """What a later start needs to find this backend if we are killed; see `leftovers`."""
         record = {
             "name": self._order["name"],
+            "boot": processes.boot_id(),
             "kvguard": _identity(os.getppid()),
             "warden": _identity(os.getpid()),
             "backend": _identity(self._pid),
