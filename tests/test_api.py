@@ -66,6 +66,17 @@ class TestBytes:
         ):
             assert json.loads(await response.text())["body"] == "onetwo"
 
+    async def test_a_large_upload_streams_through_and_has_a_limit(self) -> None:
+        async def megabytes(count: int) -> Any:
+            for _ in range(count):
+                yield b"x" * (1 << 20)
+
+        async with fake_stack(max_body_bytes=5 << 20) as (stack, _), aiohttp.ClientSession() as session:
+            async with session.post(stack.url + "/echo", data=megabytes(4)) as response:
+                assert len((await response.json())["body"]) == 4 << 20
+            async with session.post(stack.url + "/echo", data=megabytes(7)) as response:
+                assert response.status == 413
+
     async def test_unknown_routes_and_methods_are_the_engines_business(self) -> None:
         async with fake_stack() as (stack, _), aiohttp.ClientSession() as session:
             async with session.get(stack.url + "/v1/models") as response:
@@ -271,6 +282,32 @@ class TestWaiting:
             status, error = await error_of(stack, body(), **{"x-slo-ttft-ms": "50"})
         assert (status, error["code"]) == (503, "overloaded")
 
+    async def test_a_stream_that_waits_is_kept_alive_with_comments(self) -> None:
+        async with fake_stack(ping_waiting=True, ping_every_s=0.02) as (stack, _):
+            up = stack.supervision.snapshot
+            stack.become(up.with_(state=State.STARTING, endpoint=None))
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(stack.url + CHAT, data=body(stream=True)) as response,
+            ):
+                assert (response.status, response.content_type) == (200, "text/event-stream")
+                assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+                stack.become(up.with_(generation=2))
+                rest = await response.read()
+        events = [line for line in rest.splitlines() if line and line != b": keep-alive"]
+        assert all(line.startswith(b"data: ") for line in events)
+        assert events[-1] == b"data: [DONE]"
+
+    async def test_an_error_behind_comments_is_an_event(self) -> None:
+        async with fake_stack(ping_waiting=True, ping_every_s=0.02) as (stack, _):
+            stack.become(stack.supervision.snapshot.with_(state=State.STARTING, endpoint=None))
+            stream = await stack.openai().chat.completions.create(
+                model="m", messages=HI, stream=True, extra_headers={"x-slo-ttft-ms": "300"}
+            )
+            with pytest.raises(openai.APIError) as caught:
+                [chunk async for chunk in stream]
+        assert caught.value.code == "overloaded"
+
 
 class TestHealth:
     async def test_it_tells_the_truth_at_every_moment(self) -> None:
@@ -288,6 +325,12 @@ class TestHealth:
                     answer = await response.json()
                     assert (response.status, answer["status"]) == (status, word)
                     assert answer["detail"] == snapshot.detail
+
+    async def test_errors_of_our_own_routes_have_the_same_shape(self) -> None:
+        async with fake_stack() as (stack, _):
+            for path, status in (("/guard/nothing", 404), ("/guard/events?recent=many", 400)):
+                got, error = await _get_error(stack, path)
+                assert (got, error["code"]) == (status, "invalid_request")
 
     async def test_events_are_sent_as_they_happen(self) -> None:
         async with fake_stack() as (stack, _), aiohttp.ClientSession() as session:

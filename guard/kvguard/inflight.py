@@ -37,7 +37,7 @@ from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
 from kvguard.ports import Supervision
 from kvguard.pricing import Pricer
-from kvguard.relay import Broken, Done, forward
+from kvguard.relay import Broken, Done, Reply, forward
 from kvguard.upstream import Upstream
 
 MAX_UNREACHED = 5
@@ -48,7 +48,11 @@ _log = structlog.get_logger("kvguard.inflight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InflightParts:
-    """What the composition root hands over. `wait_s` is the longest wait in the queue."""
+    """What the composition root hands over.
+
+    wait_s        longest wait in the queue
+    ping_waiting  keep streams alive while they wait for their first place, which commits their status
+    """
 
     supervision: Supervision
     limiter: Limiter
@@ -58,6 +62,8 @@ class InflightParts:
     metrics: Metrics
     dialect: Dialect
     wait_s: float
+    ping_waiting: bool = False
+    ping_every_s: float = 10.0
     clock: Callable[[], float] = time.monotonic
 
 
@@ -112,7 +118,7 @@ class Inflight:
     async def _fly(self, flight: Flight) -> ErrorReply | None:
         """Attempts until one succeeds. Returns the error for the client, None when it has its answer."""
         while True:
-            lease = await self._entry.admit(flight)
+            lease = await self._admit(flight)
             if isinstance(lease, ErrorReply):
                 return lease
             flight.lease = lease
@@ -124,6 +130,16 @@ class Inflight:
                 self._placed.discard(flight)
             if error is not None or flight.reply.finished:
                 return error
+
+    async def _admit(self, flight: Flight) -> Lease | ErrorReply:
+        """Wait for a place, and keep the client of a stream from giving up meanwhile."""
+        if not flight.draft.stream or not (flight.reply.is_stream or self._p.ping_waiting):
+            return await self._entry.admit(flight)
+        pings = asyncio.create_task(_ping(flight.reply, self._p.ping_every_s), name="pings")
+        try:
+            return await self._entry.admit(flight)
+        finally:
+            pings.cancel()
 
     async def _attempt_with(self, flight: Flight, lease: Lease) -> ErrorReply | None:
         """One attempt and what follows from it. None with an unfinished reply means: once more.
@@ -312,6 +328,12 @@ class Inflight:
             metrics.first_byte_s.labels(route).observe(flight.reply.first_byte_at_s - flight.arrived_at_s)
         metrics.prompt_tokens.inc(flight.end.prompt_tokens or 0)
         metrics.new_tokens.inc(flight.end.new_tokens or 0)
+
+
+async def _ping(reply: Reply, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        await reply.ping()
 
 
 def _first_then(first: Callable[[int], None], later: Callable[[int], None]) -> Callable[[int], None]:

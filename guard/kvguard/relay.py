@@ -78,6 +78,7 @@ class Reply:
         self._clock = clock
         self.started = False
         self.finished = False
+        self.is_stream = False  # of events
         self.sent_bytes = 0
         self.first_byte_at_s: float | None = None
         self.transcript: list[bytes] | None = None
@@ -86,11 +87,13 @@ class Reply:
         if self.started:
             return
         self.started = True
-        self.first_byte_at_s = self._clock()
+        self.is_stream = (header(headers, b"content-type") or b"").startswith(b"text/event-stream")
         extra = [(name, value) for name, value in self._extra_headers() if header(headers, name) is None]
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *extra]})
 
     async def write(self, chunk: bytes) -> None:
+        if not self.sent_bytes:
+            self.first_byte_at_s = self._clock()
         self.sent_bytes += len(chunk)
         if self.transcript is not None:
             self.transcript.append(chunk)
@@ -98,8 +101,17 @@ class Reply:
 
     async def finish(self, last: bytes = b"") -> None:
         self.finished = True
+        if not self.sent_bytes:
+            self.first_byte_at_s = self._clock()
         self.sent_bytes += len(last)
         await self._send({"type": "http.response.body", "body": last})
+
+    async def ping(self) -> None:
+        """Keep a client that waits for a stream from giving up. It commits the status; no other form of a
+        comment is safe with the clients that there are."""
+        if not self.started:
+            await self.start(200, [(b"content-type", b"text/event-stream")])
+        await self._send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         await self.start(status, headers)
@@ -113,9 +125,14 @@ class Reply:
             await self.finish(held.body if held.events else b"data: " + held.body + b"\n\n")
 
     async def error(self, error: ErrorReply) -> None:
-        """Tell the client, in the stream when that has begun."""
+        """Tell the client, in the stream when that has begun.
+
+        An answer in one piece that has begun is left unfinished, so that the server cuts the connection: the
+        client must not take it for a whole one.
+        """
         if self.started:
-            await self.finish(error.event())
+            if self.is_stream:
+                await self.finish(error.event())
         else:
             body = error.body()
             await self.whole(

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvguard.api.asgi import App, Receive, Scope, Send
 from kvguard.api.auth import Keys
@@ -83,14 +85,15 @@ def make_admin(parts: AdminParts, hot: App, lifespan: Lifespan | None = None) ->
         lifespan=lifespan,
     )
     app.add_middleware(HotRoutes, hot=hot)
-    app.add_exception_handler(HTTPException, _as_openai)
+    app.add_exception_handler(StarletteHTTPException, _as_openai)
+    app.add_exception_handler(RequestValidationError, _as_openai)
     _add_health(app, parts)
     _add_guard(app, parts)
     return app
 
 
 def _add_health(app: FastAPI, parts: AdminParts) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """200 only while the backend is ready; the state and the reason in words at every moment."""
         snapshot = parts.supervision.snapshot
@@ -170,10 +173,13 @@ def _need_key(keys: Keys) -> Callable[[Request], None]:
 
 
 async def _as_openai(request: Request, exc: Exception) -> Response:
-    status = exc.status_code if isinstance(exc, HTTPException) else 500
-    if status == 401:
+    if isinstance(exc, RequestValidationError):
+        where = "; ".join(f"{error['loc'][-1]}: {error['msg']}" for error in exc.errors())
+        error = ErrorReply(code="invalid_request", message=f"The request is not valid: {where}.")
+    elif isinstance(exc, StarletteHTTPException) and exc.status_code == 401:
         error = ErrorReply(code="unauthorized", message="This route needs kvguard's admin key.")
     else:
+        status = getattr(exc, "status_code", 500)
         error = ErrorReply(code="invalid_request", status=status, message=str(getattr(exc, "detail", exc)))
     headers = {name.decode(): value.decode() for name, value in error.headers()}
     return Response(error.body(), status_code=error.status, headers=headers)

@@ -99,6 +99,45 @@ async def discard_body(receive: Receive, limit_bytes: int) -> None:
                     return
 
 
+class Upload:
+    """A request body as an asynchronous iterator, for one that is passed on as it comes.
+
+    An exception in here reaches the consumer as some error of its own, so what happened is kept as well.
+    """
+
+    def __init__(self, receive: Receive, limit_bytes: int) -> None:
+        self._receive = receive
+        self._left_bytes = limit_bytes
+        self._ended = asyncio.Event()
+        self.client_gone = False
+        self.too_large = False
+
+    def __aiter__(self) -> Upload:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._ended.is_set():
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.client_gone = True
+                raise ClientGone
+            chunk: bytes = message.get("body", b"")
+            self._left_bytes -= len(chunk)
+            if self._left_bytes < 0:
+                self.too_large = True
+                raise BodyTooLarge
+            if not message.get("more_body", False):
+                self._ended.set()
+            if chunk:
+                return chunk
+        raise StopAsyncIteration
+
+    async def receive_behind(self) -> Message:
+        """`receive` for whoever waits for the disconnect: it must not take a part of the body away."""
+        await self._ended.wait()
+        return await self._receive()
+
+
 class UntilClientGone:
     """Run a block as long as the client is there; ClientGone is raised where the block waits when it leaves.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -21,6 +21,7 @@ from kvguard.api.asgi import (
     Scope,
     Send,
     UntilClientGone,
+    Upload,
     end_to_end,
     header,
     read_body,
@@ -52,7 +53,9 @@ _NEVER_FORWARDED = frozenset(
     }
 )
 _READ_TIMEOUT_MARGIN = 0.9
-_BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+
+MAX_READ_AHEAD_BYTES = 1 << 20
+"""A larger body of a route that is not admitted is passed on as it comes."""
 
 _log = structlog.get_logger("kvguard.api")
 
@@ -63,6 +66,7 @@ class GuardSettings:
 
     dialect        how the engine names the length of an answer
     wait_s         longest wait for a place, unless the request says less
+    ping_waiting   send SSE comments to streams that wait for a place
     bound_holds    whether the model's tokenizer never makes more tokens than the text has bytes
     """
 
@@ -70,6 +74,8 @@ class GuardSettings:
     dialect: Dialect = Dialect.UNKNOWN
     wait_s: float = 120.0
     max_body_bytes: int = 64 * MIB
+    ping_waiting: bool = False
+    ping_every_s: float = 10.0
     bound_holds: Callable[[], bool] = lambda: True
 
 
@@ -102,6 +108,8 @@ class GuardApp:
                 metrics=metrics,
                 dialect=settings.dialect,
                 wait_s=settings.wait_s,
+                ping_waiting=settings.ping_waiting,
+                ping_every_s=settings.ping_every_s,
                 clock=clock,
             )
         )
@@ -206,26 +214,32 @@ class GuardApp:
             )
             return
         call = _call(scope, request_id, b"")
+        headers, body, gone = call.headers, b"", receive
+        upload: Upload | None = None
         try:
-            if _has_body(scope):
-                body = _body_chunks(receive, self._settings.max_body_bytes)
-                headers = _with_length(call.headers, scope["headers"])
+            if _streams_in(scope):
+                upload = Upload(receive, self._settings.max_body_bytes)
+                headers, gone = _with_length(headers, scope["headers"]), upload.receive_behind
+            elif _has_body(scope):
+                body = await read_body(scope, receive, self._settings.max_body_bytes)
+            async with UntilClientGone(gone):
                 response = await self._upstream.open(
-                    snapshot.endpoint, call.method, call.target, headers, body
+                    snapshot.endpoint, call.method, call.target, headers, upload or body or None
                 )
                 await _copy(response, reply)
-            else:
-                async with UntilClientGone(receive):
-                    response = await self._upstream.open(
-                        snapshot.endpoint, call.method, call.target, call.headers, None
-                    )
-                    await _copy(response, reply)
         except BodyTooLarge:
             await reply.error(_too_large(self._settings.max_body_bytes))
         except (UpstreamBroken, aiohttp.ClientError, OSError) as exc:
-            if not reply.started:
-                message = f"The backend broke off the request: {exc}."
-                await reply.error(ErrorReply(code="backend_failed", status=502, message=message))
+            await reply.error(self._why_broken(exc, upload))
+
+    def _why_broken(self, exc: Exception, upload: Upload | None) -> ErrorReply:
+        if upload is not None and upload.client_gone:
+            raise ClientGone from exc
+        if upload is not None and upload.too_large:
+            return _too_large(self._settings.max_body_bytes)
+        return ErrorReply(
+            code="backend_failed", status=502, message=f"The backend broke off the request: {exc}."
+        )
 
 
 async def _copy(response: aiohttp.ClientResponse, reply: Reply) -> None:
@@ -238,27 +252,16 @@ async def _copy(response: aiohttp.ClientResponse, reply: Reply) -> None:
         response.close()
 
 
-async def _body_chunks(receive: Receive, limit_bytes: int) -> AsyncIterator[bytes]:
-    size_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk = message.get("body", b"")
-        size_bytes += len(chunk)
-        if size_bytes > limit_bytes:
-            raise BodyTooLarge
-        if chunk:
-            yield chunk
-        if not message.get("more_body", False):
-            return
+def _streams_in(scope: Scope) -> bool:
+    """Whether a body is too large to be read first; a small one could be sent again on a new connection."""
+    length = header(scope["headers"], b"content-length")
+    if length is None:
+        return header(scope["headers"], b"transfer-encoding") is not None
+    return not length.isdigit() or int(length) > MAX_READ_AHEAD_BYTES
 
 
 def _has_body(scope: Scope) -> bool:
-    headers: Headers = scope["headers"]
-    return (header(headers, b"content-length") or b"0") != b"0" or header(
-        headers, b"transfer-encoding"
-    ) is not None
+    return header(scope["headers"], b"content-length") not in (None, b"0")
 
 
 def _with_length(headers: Headers, original: Headers) -> Headers:
