@@ -134,6 +134,7 @@ class LifeSettings:
     sample_interval_s: float = 0.05
     on_line: Callable[[str], None] = field(default=lambda line: None)
     on_progress: Callable[[str], None] = field(default=lambda milestone: None)
+    on_limit: Callable[[str, str], None] = field(default=lambda kind, reason: None)
 
 
 class Life:
@@ -152,13 +153,11 @@ class Life:
         self._meter: Meter | None = None
         self._killed_by_us = False
         self._start_s = 0.0
-        self._machine_oom_kills: int | None = None
 
     # ------------------------------------------------------------ start
 
     async def start(self) -> Capacity:
         started_s = time.monotonic()
-        self._machine_oom_kills = _machine_oom_kills()
         port, api_key = _free_port(), os.urandom(24).hex()
         self.endpoint = Endpoint(base_url=f"http://127.0.0.1:{port}", api_key=api_key)
         self.engine = self._settings.backend.connect(self.endpoint)
@@ -169,11 +168,12 @@ class Life:
             run_dir=self._settings.run_dir,
             on_line=self._on_line,
         )
+        self._settings.on_limit(self._child.limit_kind, self._child.limit_reason)
         card = self._settings.card_of(self._child)
         # a cgroup counts by itself; walking the process tree 20 times a second is not free
         own_pids = (lambda: ()) if card.info.kind == "cgroup" else self._child.pids
         self._meter = Meter(card, interval_s=self._settings.sample_interval_s, own_pids=own_pids)
-        self.others_bytes = _held_by_others(card, self._child)
+        self.others_bytes = await asyncio.to_thread(_held_by_others, card, self._child)
         await self._meter.start()
         await self._meter.switch(Phase.LOADING)
         await self._or_end(self._until_healthy())
@@ -348,27 +348,16 @@ class Life:
             card_total_bytes=self._meter.total_bytes if self._meter is not None else None,
             card_used_by_others_bytes=self.others_bytes,
             peaks=self.peaks(),
-            oom_kills=self._oom_kills(status),
+            oom_kills=_oom_kills(self._child, status),
         )
 
-    def _oom_kills(self, status: ExitStatus | None) -> int | None:
-        """The kernel's count for the cgroup; without one, what the machine's rose by since the start."""
-        assert self._child is not None
-        if self._child.limit_kind.startswith("cgroup"):
-            return status.oom_kills if status is not None else None
-        now = _machine_oom_kills()
-        if now is None or self._machine_oom_kills is None:
-            return None
-        return now - self._machine_oom_kills
 
-
-def _machine_oom_kills() -> int | None:
-    """How many processes the kernel has killed for memory since boot; None where it does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return None
+def _oom_kills(child: Child, status: ExitStatus | None) -> int | None:
+    """The kernel's count: of the child's own cgroup while it lives, else what its end was reported with."""
+    counted = child.oom_kills()
+    if counted is None and status is not None:
+        return status.oom_kills
+    return counted
 
 
 def _held_by_others(card: Card, child: Child) -> int:

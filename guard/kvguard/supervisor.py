@@ -426,8 +426,12 @@ class Supervisor:
 
     async def _end_life(self) -> None:
         life, self.life = self.life, None
-        if life is not None:
+        if life is None:
+            return
+        try:
             await life.stop()
+        except BackendError as exc:  # a process that even SIGKILL does not end: say so, and go on
+            self._parts.events.publish("backend_stuck", level="error", reason=str(exc))
 
     def _publish(self, state: State, **changes: object) -> None:
         changes = {"since_s": self._clock(), **changes}

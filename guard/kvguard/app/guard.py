@@ -305,7 +305,16 @@ def life_settings(site: Site) -> LifeSettings:
         sample_interval_s=settings.memory.sample_interval_s,
         on_line=lambda line: _engine_log.debug("engine_output", line=line),
         on_progress=lambda milestone: site.events.publish("backend_progress", milestone=milestone),
+        on_limit=lambda kind, reason: _tell_limit(site, kind, reason),
     )
+
+
+def _tell_limit(site: Site, kind: str, reason: str) -> None:
+    """Say which memory limit is in force; a weaker one than was asked for is a warning with its reason."""
+    if site.settings.memory.limit_bytes is not None:
+        site.events.publish(
+            "memory_limit", level="warning" if kind == "rlimit_as" else "info", kind=kind, reason=reason
+        )
 
 
 def _ladder(settings: Settings, first: Knobs) -> DegradationLadder:
