@@ -16,7 +16,7 @@ from kvguard.geometry.vllm import VllmSettings
 from kvguard.model import ModelMeta, text_config
 from kvguard.overhead import GPU_CONTEXT_BYTES, Learned
 
-PROCESS_BYTES = 1100 * MIB  # Python, torch and vLLM themselves, on the host
+PROCESS_BYTES = 1400 * MIB  # API server, engine and worker: Python, torch and vLLM, on the host
 NCCL_BYTES = 300 * MIB  # communicators of one rank
 GRAPH_BYTES = 8 * MIB  # of one captured batch size, all layers
 SAMPLER_COPIES = 3  # float32 logits, sorted probabilities and their indices
