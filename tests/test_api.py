@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from fakes import FAKE_KEY
 from kvguard.api.auth import AuthError, Keys, check_listen, read_key_file
@@ -307,6 +308,28 @@ class TestWaiting:
             with pytest.raises(openai.APIError) as caught:
                 [chunk async for chunk in stream]
         assert caught.value.code == "overloaded"
+
+
+class TestMetrics:
+    async def test_requests_and_their_endings_are_counted(self) -> None:
+        async with fake_stack() as (stack, _), aiohttp.ClientSession() as session:
+            await raw_post(stack, CHAT, body())
+            await raw_post(stack, CHAT, body(stream=True, fake={"tokens": 2}))
+            await raw_post(stack, CHAT, b"no json")
+            async with session.get(stack.url + "/metrics") as response:
+                families = text_string_to_metric_families(await response.text())
+            samples = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in families
+                for sample in family.samples
+            }
+        assert samples["kvguard_requests_total", "chat", "truncated"] == 1
+        assert samples["kvguard_requests_total", "chat", "finished"] == 1
+        assert samples["kvguard_refusals_total", "chat", "invalid_request"] == 1
+        assert samples["kvguard_request_seconds_count", "chat"] == 2
+        assert samples["kvguard_queue_wait_seconds_bucket", "+Inf"] == 2
+        assert samples["kvguard_backend_ready",] == 1
+        assert samples["kvguard_inflight_requests",] == 0
 
 
 class TestHealth:

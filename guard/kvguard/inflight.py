@@ -103,7 +103,7 @@ class Inflight:
     async def serve(self, flight: Flight, receive: Receive) -> None:
         """See one request through to its end, whatever happens to the engine or the client."""
         self._flights.add(flight)
-        self._p.metrics.inflight.inc()
+        self._p.metrics.inflight += 1
         try:
             async with UntilClientGone(receive):
                 error = await self._fly(flight)
@@ -286,7 +286,7 @@ class Inflight:
         how = "continued" if flight.reply.sent_bytes else "replayed"
         if flight.reply.sent_bytes:
             await self._continue(flight, snapshot)
-        self._p.metrics.replayed.labels(how).inc()
+        self._p.metrics.replayed[how] += 1
         _log.info(
             f"request_{how}",
             request_id=flight.request_id,
@@ -315,19 +315,19 @@ class Inflight:
     # ------------------------------------------------------------ endings
 
     async def _refuse(self, flight: Flight, error: ErrorReply) -> None:
-        self._p.metrics.refused.labels(flight.draft.route.name, error.code).inc()
+        self._p.metrics.refused[flight.draft.route.name, error.code] += 1
         _log.info("request_refused", request_id=flight.request_id, code=error.code, key=flight.key)
         await flight.reply.error(error)
 
     def _account(self, flight: Flight) -> None:
         metrics, route = self._p.metrics, flight.draft.route.name
-        metrics.inflight.dec()
-        metrics.requests.labels(route, flight.ending.value).inc()
-        metrics.duration_s.labels(route).observe(self._p.clock() - flight.arrived_at_s)
+        metrics.inflight -= 1
+        metrics.requests[route, flight.ending.value] += 1
+        metrics.duration_s[route].observe(self._p.clock() - flight.arrived_at_s)
         if flight.reply.first_byte_at_s is not None:
-            metrics.first_byte_s.labels(route).observe(flight.reply.first_byte_at_s - flight.arrived_at_s)
-        metrics.prompt_tokens.inc(flight.end.prompt_tokens or 0)
-        metrics.new_tokens.inc(flight.end.new_tokens or 0)
+            metrics.first_byte_s[route].observe(flight.reply.first_byte_at_s - flight.arrived_at_s)
+        metrics.prompt_tokens += flight.end.prompt_tokens or 0
+        metrics.new_tokens += flight.end.new_tokens or 0
 
 
 async def _ping(reply: Reply, every_s: float) -> None:

@@ -111,8 +111,8 @@ def _add_health(app: FastAPI, parts: AdminParts) -> None:
     async def metrics() -> Response:
         """kvguard's own metrics, and the engine's behind them."""
         snapshot = parts.supervision.snapshot
-        parts.metrics.ready.set(snapshot.ready)
-        parts.metrics.generation.set(snapshot.generation)
+        parts.metrics.ready = snapshot.ready
+        parts.metrics.generation = snapshot.generation
         text = parts.metrics.render()
         if parts.engine_metrics is not None and snapshot.ready:
             text += await parts.engine_metrics() or b""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 import structlog
 
+from kvguard.api import models
 from kvguard.api.asgi import (
     BodyTooLarge,
     ClientGone,
@@ -29,7 +30,7 @@ from kvguard.api.asgi import (
 from kvguard.api.auth import Keys
 from kvguard.api.errors import ErrorReply
 from kvguard.demand import ROUTES, DemandError, Dialect, Route, check_n, draft
-from kvguard.domain import MIB, State
+from kvguard.domain import MIB, Snapshot, State
 from kvguard.drain import Drain
 from kvguard.entry import backend_failed
 from kvguard.flight import Flight
@@ -186,7 +187,7 @@ class GuardApp:
         await self.inflight.serve(flight, receive)
 
     async def _refuse(self, route: Route, reply: Reply, error: ErrorReply) -> None:
-        self._metrics.refused.labels(route.name, error.code).inc()
+        self._metrics.refused[route.name, error.code] += 1
         await reply.error(error)
 
     def _wait_s(self, headers: Headers) -> float:
@@ -215,6 +216,7 @@ class GuardApp:
             return
         call = _call(scope, request_id, b"")
         headers, body, gone = call.headers, b"", receive
+        lists = scope["method"] == "GET" and scope["path"] in models.PATHS
         upload: Upload | None = None
         try:
             if _streams_in(scope):
@@ -226,7 +228,7 @@ class GuardApp:
                 response = await self._upstream.open(
                     snapshot.endpoint, call.method, call.target, headers, upload or body or None
                 )
-                await _copy(response, reply)
+                await (_copy_models(response, reply, snapshot) if lists else _copy(response, reply))
         except BodyTooLarge:
             await reply.error(_too_large(self._settings.max_body_bytes))
         except (UpstreamBroken, aiohttp.ClientError, OSError) as exc:
@@ -248,6 +250,18 @@ async def _copy(response: aiohttp.ClientResponse, reply: Reply) -> None:
         async for chunk in response.content.iter_any():
             await reply.write(chunk)
         await reply.finish()
+    finally:
+        response.close()
+
+
+async def _copy_models(response: aiohttp.ClientResponse, reply: Reply, snapshot: Snapshot) -> None:
+    if response.status != 200 or "content-encoding" in response.headers:
+        await _copy(response, reply)
+        return
+    try:
+        body = models.describe(await response.read(), snapshot)
+        headers = end_to_end(response.raw_headers, drop=frozenset({b"content-length", b"etag"}))
+        await reply.whole(200, [*headers, (b"content-length", str(len(body)).encode())], body)
     finally:
         response.close()
 
