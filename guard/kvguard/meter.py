@@ -89,6 +89,12 @@ class Meter:
         return last.used_bytes if last is not None else 0
 
     @property
+    def others_bytes(self) -> int | None:
+        """What is not ours of the memory in use; None where that cannot be told apart."""
+        last = self.last
+        return None if last is None or last.own_bytes is None else max(0, last.used_bytes - last.own_bytes)
+
+    @property
     def total_bytes(self) -> int:
         return self._card.info.total_bytes
 

@@ -148,7 +148,9 @@ class StateSection(Section):
         description="journal, logs and learned tables",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="terminal log level")
-    on_event: str = Field("", description="URL that is told of each step (POST, JSON)")
+    on_event: str = Field(
+        "", pattern="^$|^https?://", description="URL that is told of each step (POST, JSON)"
+    )
 
 
 class Settings(BaseSettings):

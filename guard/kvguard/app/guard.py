@@ -30,6 +30,7 @@ from kvguard.report import dry_run_json, ready_message
 from kvguard.settings import Settings
 from kvguard.supervisor import Supervisor, SupervisorParts
 from kvguard.watch import Watch
+from kvguard.webhook import Webhook
 from kvguard_policies.admission import make_policy
 from kvguard_policies.degradation.climbing import CoolDown, climb
 from kvguard_policies.degradation.ladder import DegradationLadder, parse_order
@@ -125,12 +126,14 @@ class Guard:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopping.set)
         loop.add_signal_handler(signal.SIGHUP, self.supervisor.retry)
+        url = self.site.settings.state.on_event
         supervision = asyncio.create_task(self.supervisor.run(), name="supervisor")
         helpers = [
             asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http"),
             asyncio.create_task(self.hot.run(), name="request-path"),
             asyncio.create_task(self.watch.run(), name="watch"),
             *([asyncio.create_task(self.recovery.run(), name="recovery")] if self.site.models else []),
+            *([asyncio.create_task(Webhook(url, self._events).run(), name="webhook")] if url else []),
         ]
         waiting: asyncio.Task[Any] = asyncio.create_task(stopping.wait(), name="signals")
         try:
@@ -192,8 +195,12 @@ class Guard:
         )
 
     def _others_bytes(self) -> int:
+        """What other processes hold now; what they held at the start where nobody can tell."""
         life = self.supervisor.life
-        return life.others_bytes if life is not None else 0
+        if life is None:
+            return 0
+        now_bytes = getattr(getattr(life, "meter", None), "others_bytes", None)
+        return life.others_bytes if now_bytes is None else int(now_bytes)
 
     def _options(self, knobs: Knobs) -> dict[Rung, Any]:
         return {rung: self.site.backend.next_steps(knobs, rung) for rung in self._ladder.order}
