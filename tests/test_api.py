@@ -323,9 +323,9 @@ class TestMetrics:
                 for family in families
                 for sample in family.samples
             }
-        assert samples["kvguard_requests_total", "chat", "truncated"] == 1
-        assert samples["kvguard_requests_total", "chat", "finished"] == 1
-        assert samples["kvguard_refusals_total", "chat", "invalid_request"] == 1
+        assert samples["kvguard_requests_total", "truncated", "chat"] == 1
+        assert samples["kvguard_requests_total", "finished", "chat"] == 1
+        assert samples["kvguard_refusals_total", "invalid_request", "chat"] == 1
         assert samples["kvguard_request_seconds_count", "chat"] == 2
         assert samples["kvguard_queue_wait_seconds_bucket", "+Inf"] == 2
         assert samples["kvguard_backend_ready",] == 1
