@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,25 @@ def memory_cgroup(pid: int) -> Path:
     return unified
 
 
+@contextmanager
+def container(limit_bytes: int) -> Iterator[Path]:
+    """A memory cgroup as a container has one; what is in it at the end is killed."""
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    root, limit = ("", "memory.max") if unified else ("memory", "memory.limit_in_bytes")
+    path = Path("/sys/fs/cgroup") / root / f"kvg-recovery-{os.getpid()}"
+    path.mkdir()
+    try:
+        (path / limit).write_text(str(limit_bytes))
+        yield path
+    finally:
+        while left := (path / "cgroup.procs").read_text().split():
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.02)
+        path.rmdir()
+
+
 def hog(cgroup: Path, size_bytes: int) -> subprocess.Popen[str]:
     """A process that fills a cgroup."""
     return subprocess.Popen(
@@ -66,11 +88,16 @@ def hog(cgroup: Path, size_bytes: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def make_first_victim(pid: int) -> None:
+    """When memory is short, the kernel takes this one or what it starts from now on, the largest first."""
+    Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+
+
 def run_out_of_memory(process: GuardProcess, size_bytes: int = 4 << 30) -> None:
     """Let the kernel kill the engine for memory, between two of its tokens."""
     pid = engine_pid(process)
     os.kill(pid, signal.SIGSTOP)
-    Path(f"/proc/{pid}/oom_score_adj").write_text("1000")  # the kernel takes it, and not the one that asks
+    make_first_victim(pid)
     with hog(memory_cgroup(pid), size_bytes) as filler:
         try:
             filler.wait(120)  # whatever is left in the cgroup is killed with the engine

@@ -24,15 +24,23 @@ READY = re.compile(r"kvguard is ready: (http://\S+)/v1")
 PATIENCE_S = 240.0
 
 
+_SERVE = (sys.executable, "-m", "kvguard.cli", "serve")
+
+
+def _wrapper(cgroup: Path | None) -> list[str]:
+    """A command prefix that puts what follows into a cgroup."""
+    return [] if cgroup is None else ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")]
+
+
 class GuardProcess:
     """One running `kvguard serve`, its output, and what it wrote into its state directory."""
 
-    def __init__(self, args: Sequence[str], state_dir: Path) -> None:
+    def __init__(self, args: Sequence[str], state_dir: Path, *, inside: Path | None = None) -> None:
         self.state_dir = state_dir
         self.lines: list[str] = []
         self._moved = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvguard.cli", "serve", "--port", "0", "--state-dir", state_dir, *args],
+            [*_wrapper(inside), *_SERVE, "--port", "0", "--state-dir", state_dir, *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -113,8 +121,9 @@ class GuardProcess:
 
 
 @contextmanager
-def guard(*args: str, state_dir: Path) -> Iterator[GuardProcess]:
-    process = GuardProcess([str(arg) for arg in args], state_dir)
+def guard(*args: str, state_dir: Path, inside: Path | None = None) -> Iterator[GuardProcess]:
+    """Serve until the end of the block; `inside` is a cgroup that holds kvguard and all that it starts."""
+    process = GuardProcess([str(arg) for arg in args], state_dir, inside=inside)
     try:
         yield process
     finally:

@@ -10,16 +10,21 @@ from typing import Any
 import openai
 import pytest
 
+from kvguard.domain import MIB
 from recovery_fixtures import (
     DIGITS_ONLY,
     NEEDS_CGROUP,
+    container,
+    engine_pid,
     failed_records,
-    kill_engine,
+    hog,
+    make_first_victim,
     metric,
     run_out_of_memory,
     write_heavy_llama,
 )
 from serve_fixtures import GuardProcess, guard
+from tiny_gguf import write_tiny_llama
 
 pytestmark = pytest.mark.engine
 
@@ -154,3 +159,72 @@ async def test_every_client_is_answered_when_the_kernel_kills_the_engine_for_mem
         assert record["failure"]["exit"] == "signal 9, 1 oom_kill"
         status = process.get("/guard/status")[1]
         assert (status["generation"], status["degraded_by"]) == (2, ["batch"])
+
+
+@pytest.mark.cgroup
+@NEEDS_CGROUP
+def test_a_configuration_that_failed_while_others_held_the_memory_comes_back_when_they_are_gone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,300 MiB carry kvguard and a batch of 8 (512 MiB of KV), but not 800 MiB of a neighbour's too."""
+    monkeypatch.setenv("KVGUARD_DEGRADE__QUIET_S", "0.5")
+    args = (str(model), "--batch", "8", "--ctx", "4096")
+    with container(1300 * MIB) as cgroup, guard(*args, state_dir=tmp_path, inside=cgroup) as process:
+        process.until_ready()
+        wanted = process.get("/guard/status")[1]["knobs"]
+        for pid in (process.process.pid, engine_pid(process)):
+            make_first_victim(pid)
+        with hog(cgroup, 800 * MIB) as neighbour:
+            try:
+                process.until_line("backend_died")
+                status = process.until(lambda s: s["state"] == "ready" and s["generation"] > 1)
+                assert status["degraded_by"]
+            finally:
+                neighbour.kill()
+        status = process.until(lambda s: s["state"] == "ready" and not s["degraded_by"])
+        assert status["knobs"] == wanted
+        died = next(line for line in process.lines if "backend_died" in line)
+        assert "memory_held_by_others" in died or "other processes hold" in died
+        failures = failed_records(process)
+        assert failures
+        assert all(record["others_bytes"] > 700 * MIB for record in failures)
+        assert process.stop() == 0
+    with container(1300 * MIB) as cgroup, guard(*args, state_dir=tmp_path, inside=cgroup) as process:
+        process.until_ready()
+        assert process.get("/guard/status")[1]["knobs"] == wanted
+
+
+@pytest.fixture(scope="module")
+def wordy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with 32,000 tokens: `n_probs` of all of them take about 2 MB a token of the answer."""
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "wordy.gguf", vocab=32000, ctx=8192)
+
+
+@pytest.mark.cgroup
+@NEEDS_CGROUP
+async def test_one_poisonous_request_is_refused_and_the_innocent_beside_it_are_served(
+    wordy_model: Path, tmp_path: Path
+) -> None:
+    """It makes the engine run out of memory in every configuration, so no step of the ladder helps."""
+    args = (str(wordy_model), "--memory-limit", "400MiB", "--batch", "4", "--ctx", "8192")
+    with guard(*args, state_dir=tmp_path) as process:
+        await asyncio.to_thread(process.until_ready)
+        async with client_of(process) as client:
+            clients = Clients(client)
+            clients.whole("an innocent one")
+            clients.stream("another")
+            poison = client.completions.create(
+                prompt="poison", model="default", max_tokens=4000, temperature=0,
+                extra_body={"ignore_eos": True, "n_probs": 32000},
+            )  # fmt: skip
+            refused, answers = await asyncio.gather(poison, clients.answers(), return_exceptions=True)
+        assert isinstance(refused, openai.BadRequestError)
+        assert refused.code == "request_poisonous"
+        assert isinstance(answers, list)
+        assert not [answer for answer in answers if isinstance(answer, BaseException)]
+        assert clients.streams[0].finish_reasons == ["length"]
+        failures = failed_records(process)
+        assert 1 <= len(failures) <= 2
+        status = await until(process, lambda s: s["state"] == "ready")
+        assert len(failures) == sum("ladder_step" in line for line in process.lines)
+        assert status["generation"] == len(failures) + 2

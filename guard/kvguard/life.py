@@ -30,7 +30,7 @@ from kvguard.domain import (
     PhasePeak,
 )
 from kvguard.meter import Meter
-from kvguard.ports import Backend, Card, Engine, NotReady
+from kvguard.ports import Backend, Card, CardLost, Engine, NotReady
 from kvguard.probe import ProbeResult, probe
 
 T = TypeVar("T")
@@ -150,6 +150,7 @@ class Life:
         self._milestone = "started"
         self._load_end = 0
         self._child: Child | None = None
+        self._card: Card | None = None
         self._meter: Meter | None = None
         self._killed_by_us = False
         self._start_s = 0.0
@@ -169,9 +170,9 @@ class Life:
             on_line=self._on_line,
         )
         self._settings.on_limit(self._child.limit_kind, self._child.limit_reason)
-        card = self._settings.card_of(self._child)
-        # a cgroup counts by itself; walking the process tree 20 times a second is not free
-        own_pids = (lambda: ()) if card.info.kind == "cgroup" else self._child.pids
+        self._card = card = self._settings.card_of(self._child)
+        # a cgroup of its own counts by itself; looking at each process 20 times a second is not free
+        own_pids = (lambda: ()) if self._child.cgroup is not None else self._child.pids
         self._meter = Meter(card, interval_s=self._settings.sample_interval_s, own_pids=own_pids)
         self.others_bytes = await asyncio.to_thread(_held_by_others, card, self._child)
         await self._meter.start()
@@ -335,8 +336,12 @@ class Life:
     def _evidence(
         self, *, healthy: bool | None = None, http_status: int | None = None, body: str = ""
     ) -> Evidence:
+        """What is known at its end; what others hold is read now, when its own memory is free again."""
         assert self._child is not None
         status: ExitStatus | None = self._child.status
+        if self._card is not None and status is not None:
+            with contextlib.suppress(CardLost):
+                self.others_bytes = _held_by_others(self._card, self._child)
         return Evidence(
             exit=status,
             milestone=self._milestone,
