@@ -84,3 +84,11 @@ def test_it_ends_within_tolerance_and_never_claims_what_does_not_fit(
     assert len(set(tried)) == len(tried)
     if largest >= 2048:
         assert bracket.low >= 0.95 * largest - 2 * bracket.step
+
+
+def test_it_goes_on_between_a_success_and_a_failure_that_are_still_apart() -> None:
+    bracket = Bracket(
+        predict=lambda value: 99_999_999 + 388 * value, usable_bytes=150_061_311, least=256, most=131_072
+    )
+    search(bracket, 100_000_000, 388)
+    assert bracket.low >= 0.95 * 129_023 - 512

@@ -38,6 +38,8 @@ class Bracket:
         if self.low >= self.most or (self.high is not None and self.high <= self.least):
             return None
         wanted = self._best_predicted()
+        if self.low and wanted <= self.low * (1 + self.tolerance):
+            return None
         if self.high is not None:
             gap = self.high - max(self.low, 0)
             if self.low and gap <= max(self.step, self.tolerance * self.high):
@@ -45,8 +47,6 @@ class Bracket:
             margin = max(self.step, int(gap * 0.1))
             if not self.low < wanted <= self.high - margin:
                 wanted = self.low + gap // 2
-        if self.low and wanted <= self.low * (1 + self.tolerance):
-            return None
         value = self._rounded(wanted)
         return value if value > self.low and (self.high is None or value < self.high) else None
 
