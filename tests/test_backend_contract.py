@@ -43,6 +43,7 @@ def process(case: Case) -> Iterator[EngineProcess]:
 async def engine(case: Case, process: EngineProcess) -> AsyncIterator[Engine]:
     client = case.backend.connect(process.endpoint)
     await until_healthy(client)
+    await client.capacity(case.knobs, process.lines)  # always asked first
     yield client
     await client.close()
 

@@ -119,7 +119,7 @@ def test_a_flag_by_another_spelling_pins_it_too(cache: Path) -> None:
 
 
 def test_a_16_bit_checkpoint_is_quantised_while_loading_by_what_the_version_has(cache: Path) -> None:
-    options = Options(model_path="/models/m")
+    options = Options(model_path="/models/m", layers=33)
     (step,) = vllm(cache, options, methods=("awq", "fp8_per_tensor")).next_steps(KNOBS, Rung.QUANT)
     assert (step.quant.kind, step.quant.source, step.quant.size_bytes) == (
         "on_the_fly",
@@ -133,7 +133,13 @@ def test_a_16_bit_checkpoint_is_quantised_while_loading_by_what_the_version_has(
 
 @pytest.mark.parametrize("methods", [(), ("awq", "gptq")])
 def test_without_such_a_method_there_is_no_step(cache: Path, methods: tuple[str, ...]) -> None:
-    assert not vllm(cache, Options(model_path="/models/m"), methods=methods).next_steps(KNOBS, Rung.QUANT)
+    options = Options(model_path="/models/m", layers=33)
+    assert not vllm(cache, options, methods=methods).next_steps(KNOBS, Rung.QUANT)
+
+
+def test_without_a_gpu_there_are_no_kernels_for_it(cache: Path) -> None:
+    backend = vllm(cache, Options(model_path="/models/m"), methods=("fp8_per_tensor",))
+    assert not backend.next_steps(KNOBS, Rung.QUANT)
 
 
 def test_memory_share_is_of_the_total_and_never_more_than_is_free() -> None:

@@ -17,7 +17,7 @@ from kvguard_adapters.backends.vllm_python import VllmPython
 ON_THE_FLY = (("fp8_per_tensor", 8.0), ("mxfp8", 8.25), ("fp8", 8.0))
 """Methods that quantise a 16-bit checkpoint while loading, by preference, with the bits of a weight.
 
-Those that only quantise experts are not here.
+Those that only quantise experts are not here. The CPU build lists them too, but has no kernels for them.
 """
 _MODEL_TYPES = ("f16", "bf16", "f32", "auto")
 
@@ -73,10 +73,11 @@ class Vllm:
         return None
 
     def _variants(self, current: Variant) -> tuple[Variant, ...]:
-        """Those of the user, and what this version makes of a 16-bit checkpoint while loading it."""
+        """Those of the user, and what this version on a GPU makes of a 16-bit checkpoint while loading it."""
         methods = self._abilities.quantisations
         method = next(((name, bits) for name, bits in ON_THE_FLY if name in methods), None)
-        if method is None or current.kind != "checkpoint" or current.bits < 16 or not self.options.model_path:
+        whole = current.kind == "checkpoint" and current.bits >= 16
+        if method is None or not whole or not self.options.layers or not self.options.model_path:
             return self.options.variants
         name, bits = method
         made = Variant(
