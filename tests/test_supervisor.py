@@ -283,6 +283,9 @@ async def test_too_many_deaths_in_a_row_give_up(stand: Stand, monkeypatch: pytes
 
 async def test_death_of_a_lone_suspect_takes_no_step(stand: Stand) -> None:
     class Suspect:
+        def in_flight(self, generation: int) -> int:
+            return 1
+
         def crashed(self, generation: int, *, memory: bool) -> bool:
             return memory
 

@@ -88,13 +88,18 @@ class Inflight:
         """Flights that the engine has now."""
         return [flight for flight in self._placed if flight.in_engine]
 
+    def in_flight(self, generation: int) -> int:
+        return len(self._victims(generation))
+
+    def _victims(self, generation: int) -> list[Flight]:
+        """Flights that this life had, or may have had, when it ended."""
+        return [f for f in self._flights if f.generation == generation and not f.unreached]
+
     def crashed(self, generation: int, *, memory: bool) -> bool:
         """Note a death. True: a suspect was alone in flight, so it and not the configuration is to blame."""
-        victims = [
-            flight for flight in self._flights if flight.generation == generation and not flight.unreached
-        ]
         if not memory:
             return False
+        victims = self._victims(generation)
         for flight in victims:
             flight.poisonous = flight.suspect and len(victims) == 1
             flight.crashes += 1

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential_jitter
@@ -99,12 +99,18 @@ def degraded_by(wanted: Knobs, now: Knobs) -> tuple[Rung, ...]:
 class Blame(Protocol):
     """What the owner of the requests in flight knows about a death."""
 
+    def in_flight(self, generation: int) -> int:
+        """How many requests that life had when it died."""
+
     def crashed(self, generation: int, *, memory: bool) -> bool:
         """Tell it of a death. True: a suspect was alone in flight, so the configuration is not to blame."""
 
 
 class NoBlame:
     """Without requests in flight there is nobody to blame."""
+
+    def in_flight(self, generation: int) -> int:
+        return 0
 
     def crashed(self, generation: int, *, memory: bool) -> bool:
         return False
@@ -302,9 +308,11 @@ class Supervisor:
         self, life: BackendLife, attempt: Attempt, evidence: Evidence, *, was_ready: bool
     ) -> Attempt | None:
         """Decide what follows a life that ended by itself; the numbered cases of the module's docstring."""
+        generation = self._snapshot.generation
+        if was_ready:
+            evidence = _with_requests(evidence, self._blame.in_flight(generation))
         failure = self._parts.diagnose(evidence)
         self.last_failure = failure
-        generation = self._snapshot.generation
         self._publish(State.DEGRADING if failure.is_memory else State.STARTING, detail=in_words(failure))
         self._parts.events.publish(
             "backend_died",
@@ -446,6 +454,12 @@ class Supervisor:
             listener(self._snapshot)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _with_requests(evidence: Evidence, in_flight: int) -> Evidence:
+    """A death in mid-generation and one of an idle backend leave the same log: only we know which it was."""
+    milestone = "decoding" if in_flight else evidence.milestone
+    return replace(evidence, requests_in_flight=in_flight, milestone=milestone)
 
 
 def in_words(failure: Failure) -> str:
