@@ -46,6 +46,13 @@ _DIALECTS = {
 REFUTED_MARGIN = 2
 """A failure refutes a configuration while others hold about as much as then: so many percent of the card."""
 
+LAST_WORDS_S = 3.0
+"""How long answers may take to leave once the engine is gone."""
+
+_SHUTTING_DOWN = Refusal(
+    code="overloaded", message="kvguard is shutting down: try again soon.", retry_after_s=5.0
+)
+
 _engine_log = structlog.get_logger("kvguard.engine")
 
 
@@ -114,7 +121,7 @@ class Guard:
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, int(settings.server.drain_timeout_s)),
+                timeout_graceful_shutdown=int(settings.server.drain_timeout_s + 2 * LAST_WORDS_S) + 1,
             )
         )
         self._announced = False
@@ -140,12 +147,15 @@ class Guard:
             everything: set[asyncio.Task[Any]] = {supervision, waiting, *helpers}
             await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
             self._events.publish("stopping", inflight=len(self.hot.inflight))
+            self.limiter.refuse_all(_SHUTTING_DOWN)
             self._server.should_exit = True
-            if not supervision.done():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(helpers[0], self.site.settings.server.drain_timeout_s + 2)
+            drain_s = self.site.settings.server.drain_timeout_s
+            await asyncio.wait(  # what runs may finish
+                {helpers[0], supervision}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
+            )
             self.supervisor.stop()
-            await supervision  # raises what ended it
+            await supervision  # raises what ended it; whoever still waits for the engine now hears of the end
+            await asyncio.wait({helpers[0]}, timeout=LAST_WORDS_S)
             for task in helpers:
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception()  # type: ignore[misc]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvguard import __version__
-from kvguard.accounts import EngineName
+from kvguard.accounts import EngineName, checkpoint_bytes_of, geometry_of
 from kvguard.api.auth import Keys, read_key_file
 from kvguard.cgroups import own_cgroups
 from kvguard.child import Child
@@ -28,6 +29,7 @@ from kvguard.recorder import Recorder
 from kvguard.selection import Predictor, asked, attached_knobs, first_attempt, wanted_knobs
 from kvguard.settings import Settings
 from kvguard.supervisor import Attempt
+from kvguard.vllm_accounts import pool_bytes_of
 from kvguard_adapters.backends import Options, find_backend
 from kvguard_adapters.cards import CgroupCard, ProcessCard, binding_card
 from kvguard_adapters.models.demo import demo_model
@@ -64,13 +66,13 @@ def survey(settings: Settings, events: Events) -> Site:
     """
     models = () if settings.backend.kind == "attach" else _read_models(settings)
     model_name = settings.model.alias or (models[0].name if models else "default")
-    backend = _find_backend(settings, models, model_name)
     card = _card(settings)
+    gpu = card.info.kind == "nvml"
+    backend = _find_backend(settings, models, model_name, gpu=gpu)
     headroom_bytes = parse_headroom(settings.memory.headroom).of(card.info.total_bytes, card.info.kind)
     usable = usable_bytes(card.read(), headroom_bytes)
     fingerprint = _fingerprint(card.info, backend, models)
     engine: EngineName = "vllm" if backend.name == "vllm" else "llama.cpp"
-    gpu = card.info.kind == "nvml"
     recorder = Recorder(
         journal=journal_of(settings.state.directory, card.info),
         fingerprint=fingerprint,
@@ -123,7 +125,12 @@ def _read_models(settings: Settings) -> tuple[ModelMeta, ...]:
     return (meta, *smaller_variants(meta, settings.model.variants))
 
 
-def _find_backend(settings: Settings, models: tuple[ModelMeta, ...], model_name: str) -> Backend:
+def _find_backend(
+    settings: Settings, models: tuple[ModelMeta, ...], model_name: str, *, gpu: bool
+) -> Backend:
+    def pool_bytes(meta: ModelMeta, knobs: Knobs) -> int:
+        return 0 if meta.form == "gguf" else pool_bytes_of(meta, geometry_of(meta), knobs, gpu=gpu)
+
     options = Options(
         model_name=model_name,
         extra_args=settings.backend.extra_args,
@@ -132,6 +139,9 @@ def _find_backend(settings: Settings, models: tuple[ModelMeta, ...], model_name:
         min_batch=settings.degrade.min_batch,
         layers=models[0].n_layer + 1 if models else 0,
         embedding=bool(models) and models[0].is_embedding,
+        model_path=models[0].path if models else "",
+        checkpoint_bytes=lambda knobs: _of_model(models, knobs, checkpoint_bytes_of),
+        pool_bytes=lambda knobs: _of_model(models, knobs, pool_bytes),
     )
     section = settings.backend
     return find_backend(
@@ -142,6 +152,12 @@ def _find_backend(settings: Settings, models: tuple[ModelMeta, ...], model_name:
         vllm_python=section.vllm_python,
         attach=section.attach,
     )
+
+
+def _of_model(models: tuple[ModelMeta, ...], knobs: Knobs, size_of: Callable[[ModelMeta, Knobs], int]) -> int:
+    """A size that depends on the weights which these knobs name; 0 where nobody read them."""
+    meta = next((m for m in models if m.variant().source == knobs.quant.source), None)
+    return size_of(meta, knobs) if meta is not None else 0
 
 
 def _card(settings: Settings) -> Card:
