@@ -1,4 +1,4 @@
-"""The command line: `kvguard serve|plan|tune|diagnose|classify|configs|explain|top|doctor`.
+"""The command line: `kvguard serve`, `plan`, `tune`, `classify`, `configs`.
 
 Exit codes everywhere: 0 yes, 1 no (does not fit, nothing confirmed, start failed), 2 usage.
 """
