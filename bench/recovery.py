@@ -8,8 +8,8 @@
 
 The card of `batch`, `ctx` and `quant` is a memory cgroup. That of `gpu_layers` is a ggml-rpc-server with an
 address-space limit: it refuses an allocation as a GPU does. kvguard cannot measure it: hence
---degrade-strict. Needs root (memory cgroups) and the engines of scripts/engines.py. Exit code: 0 when every rung cured and
-every request was answered or refused with a clear error, else 1.
+--degrade-strict. Needs root (memory cgroups) and the engines of scripts/engines.py. Exit code: 0 when every
+rung cured and every request was answered or refused with a clear error, else 1.
 """
 
 from __future__ import annotations
@@ -92,15 +92,13 @@ def try_rung(rung: str, load: str, args: Sequence[str], *, engine_args: Sequence
     with tempfile.TemporaryDirectory() as directory:
         try:
             with guard(*args, *order, *engine_args, state_dir=Path(directory)) as process:
-                process.until_line("kvguard is ready|backend_failed")
-                status = process.get("/guard/status")[1]
-                result.degraded_by = status["degraded_by"]
-                if status["state"] == "ready":
-                    process.url = process.until_ready()
+                if "ready" in process.until_line("kvguard is ready|backend_failed .*")[0]:
+                    process.until_ready()
+                    result.degraded_by = process.get("/guard/status")[1]["degraded_by"]
                     answer = process.client().completions.create(model="default", prompt="One", max_tokens=4)
                     result.cured = bool(answer.usage) and rung in result.degraded_by
                 else:
-                    result.error = status["detail"]
+                    result.error = process.until_line("backend_failed .*")[0]
         except AssertionError as exc:
             result.error = str(exc).splitlines()[-1] if str(exc) else "it did not start"
         records = process.records()
