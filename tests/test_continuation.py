@@ -75,6 +75,11 @@ class TestCheck:
         with pytest.raises(CannotContinue, match=name):
             read_sent(CHAT, [chat_event(None, **{name: ["x"]})])
 
+    @pytest.mark.parametrize("payload", [b"no json", b"[1]"])
+    def test_events_that_nobody_understands(self, payload: bytes) -> None:
+        with pytest.raises(CannotContinue, match="not"):
+            read_sent(CHAT, [b"data: " + payload + b"\n\n"])
+
 
 class TestRequest:
     def test_a_text_is_put_behind_its_prompt_and_its_limits_shrink(self) -> None:

@@ -154,7 +154,11 @@ class Joint:
             if payload == b"[DONE]":
                 out.append(b"data: [DONE]\n\n")
                 continue
-            event = self._rewrite(msgspec.json.decode(payload))
+            try:
+                event = self._rewrite(_decoded(payload))
+            except CannotContinue:  # nothing in it could be rewritten
+                out.append(b"data: " + payload + b"\n\n")
+                continue
             if event is not None:
                 out.append(_event(event))
         return b"".join(out)
@@ -196,7 +200,17 @@ class Joint:
 def _events(transcript: Iterable[bytes]) -> Iterator[Json]:
     for payload in payloads(b"".join(transcript)):
         if payload != b"[DONE]":
-            yield msgspec.json.decode(payload)
+            yield _decoded(payload)
+
+
+def _decoded(payload: bytes) -> Json:
+    try:
+        event = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise CannotContinue("the engine sent an event that is not JSON") from exc
+    if not isinstance(event, dict):
+        raise CannotContinue("the engine sent an event that is not a JSON object")
+    return event
 
 
 def _choice(event: Json) -> Json:

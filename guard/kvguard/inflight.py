@@ -174,7 +174,11 @@ class Inflight:
             flight.unreached += 1
             return Broken(reason="the backend changed meanwhile", never_sent=True)
         if flight.attempts:
-            await self._prepare_again(flight, snapshot)
+            try:
+                await self._prepare_again(flight, snapshot)
+            except BaseException:  # the client left: the engine has seen nothing
+                lease.release(Ending.CANCELLED, 0)
+                raise
             if flight.reply.finished:
                 return Done(end=flight.end)
         flight.attempts += 1
