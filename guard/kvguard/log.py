@@ -1,6 +1,8 @@
 """Logging set up once: readable lines on the terminal, JSON lines in the state directory.
 
-Prompt text and keys are never passed to a logger; the tests read every file that a run wrote.
+Below the chosen level a call costs next to nothing: the request path logs each decision at debug. What the
+engine prints goes to the file alone, unless the terminal's level is debug. Prompt text and keys are never
+passed to a logger; the tests read every file that a run wrote.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ import structlog
 
 LOG_BYTES = 20 << 20
 LOG_FILES = 5
+ENGINE_LOGGER = "kvguard.engine"
 
 
 def configure(level: str, directory: Path | None) -> Path | None:
-    """Send events of `level` and above to stderr, and all of them to a rotated file. Returns the file."""
+    """Send events of `level` and above to stderr and, with the engine's output, to a rotated file.
+
+    Returns the file's path.
+    """
+    lowest = min(logging.getLevelNamesMapping()[level.upper()], logging.INFO)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -27,11 +34,13 @@ def configure(level: str, directory: Path | None) -> Path | None:
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
+        wrapper_class=structlog.make_filtering_bound_logger(lowest),
         cache_logger_on_first_use=True,
     )
     terminal = logging.StreamHandler(sys.stderr)
     terminal.setLevel(level.upper())
+    if level != "debug":
+        terminal.addFilter(lambda record: record.name != ENGINE_LOGGER)
     terminal.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -58,7 +67,7 @@ def configure(level: str, directory: Path | None) -> Path | None:
             )
         )
         handlers.append(file)
-    logging.basicConfig(level=logging.DEBUG, handlers=handlers, force=True)
-    for noisy in ("asyncio", "uvicorn.access", "aiohttp", "httpx", "httpcore"):
+    logging.basicConfig(level=lowest, handlers=handlers, force=True)
+    for noisy in ("asyncio", "uvicorn.access", "uvicorn.error", "aiohttp", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return path

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import aiohttp
 import msgspec
 import structlog
 import uvicorn
@@ -23,6 +24,7 @@ from kvguard.diagnosis import diagnose
 from kvguard.domain import Accounts, Endpoint, Knobs, Refusal, Rung, Snapshot, State, Step
 from kvguard.life import BackendLife, Life, LifeSettings
 from kvguard.limiter import Limiter
+from kvguard.log import ENGINE_LOGGER
 from kvguard.metrics import Metrics
 from kvguard.record import to_builtins
 from kvguard.recovery import Recovery, RecoveryParts
@@ -46,6 +48,7 @@ _DIALECTS = {
 REFUTED_MARGIN = 2
 """A failure refutes a configuration while others hold about as much as then: so many percent of the card."""
 
+METRICS_TIMEOUT_S = 2.0
 LAST_WORDS_S = 3.0
 """How long answers may take to leave once the engine is gone."""
 
@@ -53,7 +56,7 @@ _SHUTTING_DOWN = Refusal(
     code="overloaded", message="kvguard is shutting down: try again soon.", retry_after_s=5.0
 )
 
-_engine_log = structlog.get_logger("kvguard.engine")
+_engine_log = structlog.get_logger(ENGINE_LOGGER)
 
 
 class Guard:
@@ -84,6 +87,7 @@ class Guard:
                 dialect=_DIALECTS.get(site.backend.name, Dialect.UNKNOWN),
                 wait_s=settings.admission.deadline_s,
                 max_body_bytes=settings.server.max_body_bytes,
+                ping_waiting=settings.admission.queue_keepalive,
             ),
             metrics=self.metrics,
         )
@@ -106,6 +110,7 @@ class Guard:
                 status=self._status,
                 configs=self._configs,
                 plan=self._plan,
+                engine_metrics=self._engine_metrics,
             ),
             hot=self.hot,
         )
@@ -305,6 +310,21 @@ class Guard:
     def _configs(self) -> list[dict[str, Any]]:
         return [to_builtins(record) for record in self.site.recorder.records()]
 
+    async def _engine_metrics(self) -> bytes | None:
+        """The engine's own metrics; None where it has none or is too busy to tell."""
+        endpoint = self.supervisor.snapshot.endpoint
+        if endpoint is None:
+            return None
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=METRICS_TIMEOUT_S)) as session,
+                session.get(endpoint.base_url + "/metrics", headers=headers) as answer,
+            ):
+                return await answer.read() if answer.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+
     async def _plan(self, query: dict[str, str]) -> dict[str, Any]:
         return plan_of(self.site)
 
@@ -320,7 +340,7 @@ def life_settings(site: Site) -> LifeSettings:
         embedding=bool(site.models) and site.models[0].is_embedding,
         stall_timeout_s=settings.backend.start_stall_timeout_s,
         sample_interval_s=settings.memory.sample_interval_s,
-        on_line=lambda line: _engine_log.debug("engine_output", line=line),
+        on_line=lambda line: _engine_log.info("engine_output", line=line),
         on_progress=lambda milestone: site.events.publish("backend_progress", milestone=milestone),
         on_limit=lambda kind, reason: _tell_limit(site, kind, reason),
     )
