@@ -153,6 +153,7 @@ class Case:
     long_answer  makes it generate to max_tokens
     prints       the accounts that it prints where there is no GPU
     many_prompts whether one request may hold several, or token ids
+    quotes_bodies  whether its own log does
     counts_in_process  whether tokens of plain texts are counted without the engine
     """
 
@@ -165,6 +166,7 @@ class Case:
     long_answer: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     prints: frozenset[AccountName] = frozenset({"weights", "kv", "overhead"})
     many_prompts: bool = True
+    quotes_bodies: bool = True
     counts_in_process: bool = False
 
 
@@ -260,6 +262,7 @@ def vllm_case(folder: Path) -> Case:
         broken_model=str(folder / "empty"),
         kind="vllm",
         prints=frozenset({"kv"}),
+        quotes_bodies=False,
         counts_in_process=True,
     )
 
