@@ -37,6 +37,7 @@ class Stack:
     metrics: Metrics
     events: Events
     engine: Engine | None = None
+    app: Any = None
 
     def become(self, snapshot: Snapshot) -> None:
         """What the supervisor's listener does in the application."""
@@ -105,7 +106,7 @@ async def serving(
         port = server.servers[0].sockets[0].getsockname()[1]
         stack = Stack(
             url=f"http://127.0.0.1:{port}", supervision=supervision, limiter=limiter, hot=hot,
-            metrics=metrics, events=events, engine=engine,
+            metrics=metrics, events=events, engine=engine, app=config.app,
         )  # fmt: skip
         stack.become(ready(endpoint, capacity=capacity))
         try:

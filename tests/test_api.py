@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import aiohttp
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -144,6 +145,14 @@ class TestKeys:
             for header in ({"Authorization": "Bearer right"}, {"x-api-key": "right"}):
                 status, _, _ = await raw_post(stack, CHAT, body(), **header)
                 assert status == 200
+
+    async def test_without_an_admin_key_only_this_machine_may_ask(self) -> None:
+        async with fake_stack() as (stack, _):
+            for peer, status in (("127.0.0.1", 200), ("::1", 200), ("10.0.0.7", 401)):
+                transport = httpx.ASGITransport(app=stack.app, client=(peer, 50_000))
+                async with httpx.AsyncClient(transport=transport, base_url="http://guard") as client:
+                    assert (await client.get("/guard/status")).status_code == status
+                    assert (await client.get("/metrics")).status_code == status
 
     async def test_health_needs_none_and_the_admin_routes_their_own(self) -> None:
         async with (

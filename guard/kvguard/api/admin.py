@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvguard.api.asgi import App, Receive, Scope, Send
-from kvguard.api.auth import Keys
+from kvguard.api.auth import Keys, is_loopback
 from kvguard.api.errors import ErrorReply
 from kvguard.domain import State
 from kvguard.events import Events
@@ -42,7 +42,7 @@ HEARTBEAT_S = 15.0
 class AdminParts:
     """What the composition root hands over.
 
-    admin_keys   keys of `/guard/*` and `/metrics`; empty: the same keys as everywhere, or none
+    admin_keys   keys of `/guard/*` and `/metrics`; none: only this machine may ask
     engine_metrics  the engine's own `/metrics` text, or None where it has none
     """
 
@@ -165,8 +165,11 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 def _need_key(keys: Keys) -> Callable[[Request], None]:
+    """The admin key; where there is none, only this machine may ask."""
+
     def check(request: Request) -> None:
-        if keys.name_of(request.scope["headers"]) is None:
+        peer = request.client.host if request.client is not None else "127.0.0.1"
+        if keys.name_of(request.scope["headers"]) is None or not (keys or is_loopback(peer)):
             raise HTTPException(401)
 
     return check

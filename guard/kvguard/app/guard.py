@@ -106,7 +106,7 @@ class Guard:
                 supervision=self.supervisor,
                 metrics=self.metrics,
                 events=self._events,
-                admin_keys=Keys({"admin": admin_key}) if admin_key else keys,
+                admin_keys=Keys({"admin": admin_key} if admin_key else {}),
                 status=self._status,
                 configs=self._configs,
                 plan=self._plan,

@@ -137,7 +137,8 @@ def _find_backend(
         variants=tuple(meta.variant() for meta in models),
         min_ctx=settings.degrade.min_ctx,
         min_batch=settings.degrade.min_batch,
-        layers=models[0].n_layer + 1 if models else 0,
+        layers=models[0].n_layer + 1 if models and gpu else 0,
+        layer_bytes=max(models[0].weights.layer_bytes, default=0) if models else 0,
         embedding=bool(models) and models[0].is_embedding,
         model_path=models[0].path if models else "",
         checkpoint_bytes=lambda knobs: _of_model(models, knobs, checkpoint_bytes_of),
@@ -155,8 +156,10 @@ def _find_backend(
 
 
 def _of_model(models: tuple[ModelMeta, ...], knobs: Knobs, size_of: Callable[[ModelMeta, Knobs], int]) -> int:
-    """A size that depends on the weights which these knobs name; 0 where nobody read them."""
-    meta = next((m for m in models if m.variant().source == knobs.quant.source), None)
+    """A size that depends on the weights which these knobs name; quantised on the fly: on the model's own."""
+    meta = next(
+        (m for m in models if m.variant().source == knobs.quant.source), models[0] if models else None
+    )
     return size_of(meta, knobs) if meta is not None else 0
 
 
