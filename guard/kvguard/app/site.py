@@ -131,13 +131,14 @@ def _find_backend(
     def pool_bytes(meta: ModelMeta, knobs: Knobs) -> int:
         return 0 if meta.form == "gguf" else pool_bytes_of(meta, geometry_of(meta), knobs, gpu=gpu)
 
+    has_device = gpu or "--rpc" in settings.backend.extra_args
     options = Options(
         model_name=model_name,
         extra_args=settings.backend.extra_args,
         variants=tuple(meta.variant() for meta in models),
         min_ctx=settings.degrade.min_ctx,
         min_batch=settings.degrade.min_batch,
-        layers=models[0].n_layer + 1 if models and gpu else 0,
+        layers=models[0].n_layer + 1 if models and has_device else 0,
         layer_bytes=max(models[0].weights.layer_bytes, default=0) if models else 0,
         embedding=bool(models) and models[0].is_embedding,
         model_path=models[0].path if models else "",
