@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -359,3 +360,10 @@ def test_a_context_with_a_wrong_value_names_the_key() -> None:
     with pytest.raises(ValueError, match="http_status"):
         evidence_of({"http_status": "many"}, exit_status=None)
     assert evidence_of({"new_key": 1}, exit_status=None) == Evidence()
+
+
+def test_an_engine_that_dies_with_requests_is_not_idle_whatever_its_last_line_says() -> None:
+    lines = ("srv  llama_server: model loaded", "srv  update_slots: all slots are idle")
+    killed = Evidence(exit=ExitStatus(signal=9, oom_kills=1), log_lines=lines, milestone="decoding")
+    assert diagnose(replace(killed, requests_in_flight=3)).stage is Stage.INFERENCE
+    assert diagnose(replace(killed, requests_in_flight=0, milestone="ready")).stage is Stage.IDLE

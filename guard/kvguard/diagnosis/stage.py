@@ -32,7 +32,9 @@ def stage_told(cause: Cause, finding: Finding | None, evidence: Evidence, scan: 
             return found
     if evidence.requests_in_flight == 0 and max(scan.reached, phase_named(evidence.milestone)) >= Phase.READY:
         return Stage.IDLE
-    return stage_by_context(evidence, scan) or _USUAL_STAGE.get(cause, Stage.INFERENCE)
+    stage = stage_by_context(evidence, scan) or _USUAL_STAGE.get(cause, Stage.INFERENCE)
+    # an engine may die before it logs the request that it was just given
+    return Stage.INFERENCE if stage is Stage.IDLE and evidence.requests_in_flight else stage
 
 
 def stage_of_finding(finding: Finding, scan: Scan) -> Stage | None:
