@@ -16,12 +16,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from kvguard.bracket import Bracket
 from kvguard.domain import Accounts, Evidence, Failure, Knobs, PhasePeak
 from kvguard.journal import WhyRecord
 from kvguard.life import BackendLife, Confirmation, LifeEnded
+from kvguard.recorder import Recorder
 
 MAX_ADJUSTMENTS = 3
 SLOW_RATIO = 0.5
@@ -31,30 +32,6 @@ Result = Literal["success", "out of memory", "over headroom", "slow", "failed"]
 
 class TuneFailed(RuntimeError):
     """A trial failed for a reason that is not memory; the message says what to do."""
-
-
-class Notes(Protocol):
-    """Where trials are written down (`recorder.Recorder`)."""
-
-    def worked(
-        self,
-        life: BackendLife,
-        confirmation: Confirmation,
-        *,
-        predicted: Accounts | None,
-        why: WhyRecord,
-    ) -> object: ...
-
-    def failed(
-        self,
-        life: BackendLife,
-        failure: Failure,
-        evidence: Evidence,
-        *,
-        predicted: Accounts | None,
-        why: WhyRecord,
-        was_ready: bool,
-    ) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +80,7 @@ class TunerParts:
     predict: Callable[[Knobs], Accounts | None]
     refine: Callable[[int, int], Knobs | None]
     diagnose: Callable[[Evidence], Failure]
-    notes: Notes
+    notes: Recorder
     repeats: int = 3
     budget_s: float = float("inf")
     spills: bool = False
