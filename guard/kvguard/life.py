@@ -30,8 +30,8 @@ from kvguard.domain import (
     PhasePeak,
 )
 from kvguard.meter import Meter
-from kvguard.ports import Backend, Card, CardLost, Engine, NotReady
-from kvguard.probe import ProbeResult, probe
+from kvguard.ports import Backend, BackendError, Card, CardLost, Engine, NotReady
+from kvguard.probe import CALIBRATION_FILLERS, Calibration, ProbeResult, filler_text, probe
 
 T = TypeVar("T")
 
@@ -226,10 +226,11 @@ class Life:
         if full_context:
             steps.append((Phase.FULL_CONTEXT, ctx - 2 * SHORT_NEW_TOKENS, SHORT_NEW_TOKENS))
         model = (await self._or_end(self.engine.model_names()) or ["default"])[0]
+        calibration = await self._or_end(self._calibrate())
         probes = []
         for phase, prompt_tokens, new_tokens in steps:
             await self._meter.switch(phase)
-            probes.append(await self._probe(model, max(2, prompt_tokens), new_tokens))
+            probes.append(await self._probe(model, calibration.fillers(prompt_tokens), new_tokens))
         await self._meter.switch(Phase.SERVING)
         peaks = self.peaks()
         short = probes[0]
@@ -245,12 +246,26 @@ class Life:
             else None,
         )
 
-    async def _probe(self, model: str, prompt_tokens: int, new_tokens: int) -> ProbeResult:
+    async def _calibrate(self) -> Calibration:
+        """Ask the engine how many tokens the filler text is; a guess where it cannot count."""
+        path, field_name = (
+            ("/v1/embeddings", "input") if self._settings.embedding else ("/v1/completions", "prompt")
+        )
+        try:
+            counts = [
+                await self.engine.count_tokens(path, {field_name: filler_text(fillers)})
+                for fillers in (0, CALIBRATION_FILLERS)
+            ]
+        except BackendError:
+            return Calibration()
+        return Calibration.of(*counts)
+
+    async def _probe(self, model: str, fillers: int, new_tokens: int) -> ProbeResult:
         result = await self._or_end(
             probe(
                 self.endpoint,
                 model=model,
-                prompt_tokens=prompt_tokens,
+                fillers=fillers,
                 max_new_tokens=new_tokens,
                 embedding=self._settings.embedding,
             )

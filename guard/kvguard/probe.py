@@ -9,10 +9,35 @@ import aiohttp
 
 from kvguard.domain import Endpoint
 
-FILLER = " the"
-"""One token in the vocabularies seen so far; the engine's own `usage` says what it really was."""
+FIRST, FILLER = "Hello", " the"
+"""One token each in most vocabularies; in a small one a filler is up to four."""
+
+CALIBRATION_FILLERS = 64
 
 PROBE_TIMEOUT_S = 600.0
+
+
+def filler_text(fillers: int) -> str:
+    """The prompt of a probe."""
+    return FIRST + FILLER * max(0, fillers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """How many tokens the fixed text and one filler are to the engine that is probed."""
+
+    first_tokens: float = 2.0
+    filler_tokens: float = 1.0
+
+    @classmethod
+    def of(cls, empty_tokens: int, filled_tokens: int) -> Calibration:
+        """From the counts of no fillers and of CALIBRATION_FILLERS."""
+        per_filler = (filled_tokens - empty_tokens) / CALIBRATION_FILLERS
+        return cls(first_tokens=empty_tokens, filler_tokens=max(per_filler, 1 / 64))
+
+    def fillers(self, prompt_tokens: int) -> int:
+        """The most fillers that make a prompt of no more than `prompt_tokens`."""
+        return max(0, int((prompt_tokens - self.first_tokens) / self.filler_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +60,13 @@ async def probe(
     endpoint: Endpoint,
     *,
     model: str,
-    prompt_tokens: int,
+    fillers: int,
     max_new_tokens: int,
     embedding: bool = False,
     timeout_s: float = PROBE_TIMEOUT_S,
 ) -> ProbeResult:
-    """Ask for a completion (or an embedding) of about `prompt_tokens`; an engine's fault is a result."""
-    text = "Hello" + FILLER * max(0, prompt_tokens - 2)
+    """Ask for a completion (or an embedding) of a filler text; an engine's fault is a result."""
+    text = filler_text(fillers)
     path, body = "/v1/completions", {"model": model, "prompt": text, "max_tokens": max_new_tokens}
     if embedding:
         path, body = "/v1/embeddings", {"model": model, "input": text}

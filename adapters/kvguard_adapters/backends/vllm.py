@@ -113,7 +113,9 @@ def _model(knobs: Knobs, options: Options) -> str:
 
 def _options(knobs: Knobs, options: Options) -> Iterator[Option]:
     yield _option("quant", "--model", _model(knobs, options))
-    yield _option("", "--served-model-name", options.model_name)
+    # the first name is the model's own; "default" is the one that any client may use
+    names = dict.fromkeys((options.model_name, "default"))
+    yield _option("", "--served-model-name", *names)
     yield _option("batch", "--max-num-seqs", knobs.batch)
     yield _option("prefill_tokens", "--max-num-batched-tokens", max(knobs.prefill_tokens, knobs.batch))
     yield _option("ctx_tokens", "--max-model-len", knobs.ctx_tokens)
