@@ -4,9 +4,9 @@
 
 A trace has columns TIMESTAMP,ContextTokens,GeneratedTokens or timestamp_ms,input_length,output_length;
 without one, lengths are synthetic. What clients asked for as `max_tokens` is in no trace and is assumed in
-three ways. The load is in multiples of what an oracle that knows every length sustains. Everyone has the same fair queue
-with the TTFT bound as its deadline, so that the arms differ in who may start and in nothing else; `none` has
-no queue, and `watermark` is the engine's own rule, given the engine's true usage.
+three ways. The load is in multiples of what an oracle that knows every length sustains. Everyone has the
+same fair queue with the TTFT bound as its deadline, so that the arms differ in who may start and in nothing
+else; `none` has no queue, and `watermark` is the engine's own rule, given the engine's true usage.
 
 goodput      requests/s that finished within the bounds on TTFT and on the mean time per token
 recomputed   tokens thrown away by preemption, or by kvguard taking a request back
@@ -355,7 +355,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]], load: float) -> list[dict[str, A
 
 
 def decision_times_us(running: int = 256, waiting: int = 1000) -> dict[str, float]:
-    """Median time of one decision while tokens stream in, of taking note of a token, and of whose turn it is."""
+    """Median times of one decision while tokens stream in, of a token, and of finding whose turn it is."""
     policy = Adaptive()
     policy.resize(
         Capacity(pool_tokens=1 << 20, ctx_tokens=16384, sequences=512, block_tokens=16, overflow="preempts")
