@@ -207,7 +207,7 @@ class Supervisor:
                 attempt = await self._live(attempt)
         finally:
             await self._end_life()
-            self._publish(State.STOPPED)
+            self._publish(State.STOPPED, endpoint=None, capacity=None, detail="stopped")
 
     async def _live(self, attempt: Attempt) -> Attempt | None:
         """One life, from its start to what comes after it."""
