@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,7 +124,11 @@ def test_each_step_is_smaller_in_its_rung_alone(case: Case, rung: Rung) -> None:
 
 
 def test_milestones_come_in_order_and_end_ready(case: Case, process: EngineProcess) -> None:
-    seen = [name for line in process.lines if (name := case.backend.milestone(line))]
+    deadline_s = time.monotonic() + 30  # the engine may answer before its log is written
+    while not any(case.backend.milestone(line) == "ready" for line in list(process.lines)):
+        assert time.monotonic() < deadline_s, process.lines[-20:]
+        time.sleep(0.02)
+    seen = [name for line in list(process.lines) if (name := case.backend.milestone(line))]
     firsts = list(dict.fromkeys(seen))
     assert firsts == [name for name in MILESTONES if name in firsts]
     assert {"weights_loading", "kv_allocated", "ready"} <= set(firsts)

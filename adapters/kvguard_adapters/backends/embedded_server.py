@@ -31,7 +31,8 @@ def main() -> int:
     except (RuntimeError, ValueError) as exc:
         print(f"error: the server did not start: {exc}", file=sys.stderr, flush=True)
         return 1
-    print(f"server is listening on {server.listening_address}", flush=True)
+    # not llama.cpp's own words for being ready: its log is written behind, and this would overtake it
+    print(f"embedded server at {server.listening_address}", flush=True)
     signal.sigwait(_ENDS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)  # a second one: at once
     del server
