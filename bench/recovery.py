@@ -258,7 +258,6 @@ async def storm(size: Size) -> Storm:
         )  # fmt: skip
         with guard(*args, state_dir=Path(directory), inside=cgroup) as process:
             await asyncio.to_thread(process.until_ready)
-            make_first_victim(process.process.pid)
             clients = Clients(process, size)
             async with asyncio.TaskGroup() as tasks:
                 for number in range(size.clients):

@@ -89,7 +89,7 @@ def hog(cgroup: Path, size_bytes: int) -> subprocess.Popen[str]:
 
 
 def make_first_victim(pid: int) -> None:
-    """When memory is short, the kernel takes this one or what it starts from now on, the largest first."""
+    """When memory is short, the kernel takes this one before anyone else."""
     Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 

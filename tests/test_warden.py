@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 
@@ -137,6 +138,17 @@ async def test_a_backend_leads_a_session_and_gets_no_input_and_none_of_our_setti
     async with spawned(tmp_path, code, env=(("GIVEN", "too"),)) as (child, lines):
         await child.wait()
     assert lines.all == ["True True None kept too 4"]  # three, and the one that lists
+
+
+async def test_where_memory_is_short_the_kernel_takes_the_backend_before_us(tmp_path: Path) -> None:
+    code = "print('score', open('/proc/self/oom_score_adj').read().strip(), flush=True); " + SLEEP
+    async with spawned(tmp_path, code) as (child, lines):
+        ours, wardens = (
+            int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+            for pid in (os.getpid(), psutil.Process(child.pid).ppid())
+        )
+        assert wardens == ours
+        assert await lines.until("score") == f"score {min(1000, ours + warden.OOM_SCORE)}"
 
 
 async def test_what_cannot_be_started_is_named_and_leaves_nothing(tmp_path: Path) -> None:
