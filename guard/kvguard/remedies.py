@@ -14,10 +14,16 @@ from kvguard.domain import Cause, Failure, Rung, Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where a failure leads. No rungs: take no step, tell `advice`."""
+    """Where a failure leads. No rungs: take no step, tell `advice`.
+
+    A rung outside `rungs` is passed over for `why_not`. `if_priced` may help on some cards only: it is taken
+    where the accounts say that it frees memory there.
+    """
 
     rungs: tuple[Rung, ...]
     advice: str
+    why_not: str = ""
+    if_priced: frozenset[Rung] = frozenset()
 
     @property
     def changes_something(self) -> bool:
@@ -107,9 +113,18 @@ _AT_STAGE: dict[tuple[Stage, Cause], tuple[Rung, ...]] = {
     (Stage.LOAD, Cause.SHARED_MEMORY_SPILL): (_Q, _G, _B, _C),
 }
 
+_WHY_NOT: dict[Cause, str] = {
+    Cause.WEIGHTS_DONT_FIT: "the weights alone do not fit, so less KV cannot cure it",
+    Cause.HOST_RAM_OOM_KILLED: "host memory ran out, and layers that leave the GPU go into it",
+}
+_IF_PRICED: dict[Cause, frozenset[Rung]] = {Cause.HOST_RAM_OOM_KILLED: frozenset({_G})}
+
 TABLE: dict[tuple[Stage, Cause], Route] = {
     (stage, cause): Route(
-        rungs=_AT_STAGE.get((stage, cause), _EVERYWHERE.get(cause, ())), advice=ADVICE[cause]
+        rungs=_AT_STAGE.get((stage, cause), _EVERYWHERE.get(cause, ())),
+        advice=ADVICE[cause],
+        why_not=_WHY_NOT.get(cause, ""),
+        if_priced=_IF_PRICED.get(cause, frozenset()),
     )
     for stage in Stage
     for cause in Cause

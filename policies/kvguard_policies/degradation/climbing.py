@@ -1,8 +1,8 @@
 """The way back up: towards the configuration that was wanted, one variable at a time.
 
-What was sacrificed last was valued most, so it comes back first. `regain` plans what a smaller quantisation
-affords; `climb` takes a single step when memory is free again, held back by a cool-down that doubles each
-time a climb fell again.
+What was sacrificed last was valued most, so it comes back first. `climb` takes a single step, at a quiet
+moment, when memory is free again or a smaller quantisation affords more; a cool-down holds it back, and
+doubles each time a climb fell again.
 """
 
 from __future__ import annotations
@@ -38,22 +38,6 @@ class CoolDown:
         return CoolDown(until_s=self.until_s)
 
 
-def regain(order: Sequence[Rung], wanted: Knobs, now: Knobs, fits: Fits) -> list[Knobs]:
-    """What `now` can take back of batch and ctx, up to `wanted`: steps in order, each of one variable.
-
-    Called after a quant step, with `fits` from the accounts. Each step is the largest that fits on top of the
-    one before, so that at most one restart a variable is spent; the last one is the goal.
-    """
-    steps: list[Knobs] = []
-    for rung in reversed(order):
-        if rung in (Rung.BATCH, Rung.CTX):
-            best = next(filter(fits, _upward(rung, now, wanted, ())), None)
-            if best is not None:
-                steps.append(best)
-                now = best
-    return steps
-
-
 def climb(
     order: Sequence[Rung],
     wanted: Knobs,
@@ -79,7 +63,7 @@ def climb(
                 return Step(
                     rung=rung,
                     knobs=knobs,
-                    reason=f"{change(now, knobs)}: memory is free again",
+                    reason=f"{change(now, knobs)}: by the accounts it fits again",
                     cost="one restart",
                     skipped=tuple(skipped),
                 )

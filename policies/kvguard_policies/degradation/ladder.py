@@ -6,7 +6,7 @@ How `DegradationLadder.next` chooses:
 2. Where the engine itself named the context that fits, go there at once.
 3. Else walk the rungs in order, and pass one over when
    a. nothing is left of it: used up, refuted, or held by the user;
-   b. the failure's cause says that it cannot help (see `routes`);
+   b. the failure's cause says that it cannot help (see `kvguard.remedies`);
    c. by the accounts it frees nothing on the card that ran out;
    d. by the accounts batch and ctx together free less than is missing, and a rung that takes weights off
       the card is left: only that one can cure it.
@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvguard.domain import Exhausted, Failure, Knobs, PoolKind, Rung, Skip, Step
+from kvguard.remedies import route
 from kvguard_policies.degradation.prices import Prices
-from kvguard_policies.degradation.routes import route
 from kvguard_policies.degradation.words import COST, change, changes
 
 Options = Mapping[Rung, Sequence[Knobs]]
@@ -87,7 +87,7 @@ class DegradationLadder:
     ) -> Step | Exhausted:
         """The step to take from `current`; see `kvguard.ports.Ladder.next`."""
         way = route(failure.stage, failure.cause)
-        if way is None:  # 1
+        if not way.changes_something:  # 1
             return Exhausted(reason=f"{failure.cause}: not a failure of memory, so nothing is changed")
         left, skipped = self._left(options, refuted)  # 3a
         if self._strict:

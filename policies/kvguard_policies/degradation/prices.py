@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from kvguard.domain import Knobs, Rung
-from kvguard_policies.degradation.routes import Route
+from kvguard.remedies import Route
 from kvguard_policies.degradation.words import mib
 
 KV_RUNGS = (Rung.BATCH, Rung.CTX)
