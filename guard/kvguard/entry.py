@@ -93,6 +93,7 @@ class Entry:
         return await self._limiter.acquire(
             demand,
             key=flight.key,
+            priority=flight.priority,
             deadline_s=flight.must_start_by_s,
             body_bytes=len(flight.body),
             request_id=flight.request_id,

@@ -39,6 +39,7 @@ class Flight:
     reply: Reply
     arrived_at_s: float
     must_start_by_s: float
+    priority: int = 0
     demand: Demand | None = None
     lease: Lease | None = None
     sharpened: bool = False

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvguard.domain import GIB, MIB, PoolKind
+from kvguard.priority import MOST_PRIORITY
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?b)?\s*$", re.IGNORECASE)
@@ -128,6 +129,16 @@ class DegradeSection(Section):
     quiet_s: float = Field(300.0, gt=0, description="quiet time before a step back up is tried")
 
 
+class QuotaSection(Section):
+    """What one key may use; absent means no limit."""
+
+    requests: int | None = Field(None, ge=1, description="requests at once, those that wait included")
+    tokens_per_minute: int | None = Field(None, ge=1, description="prompt and new tokens")
+
+
+Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+
+
 class AdmissionSection(Section):
     """Who may run, and how long the others wait."""
 
@@ -138,6 +149,9 @@ class AdmissionSection(Section):
         120.0, gt=0, description="longest wait in the queue unless the request says less"
     )
     queue_keepalive: bool = Field(False, description="send SSE comments to streams that wait")
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field({}, description="share of tokens by key name")
+    priorities: dict[str, Priority] = Field({}, description="priority by key name, the most it may ask for")
+    quotas: dict[str, QuotaSection] = Field({}, description="limits by key name")
 
 
 class StateSection(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 import structlog
@@ -39,6 +39,8 @@ from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
 from kvguard.ports import Engine, Supervision
 from kvguard.pricing import Pricer
+from kvguard.priority import HEADER as PRIORITY_HEADER
+from kvguard.priority import Priorities, PriorityError
 from kvguard.relay import Call, Reply
 from kvguard.upstream import Upstream, UpstreamBroken
 
@@ -50,6 +52,7 @@ _NEVER_FORWARDED = frozenset(
         b"authorization",
         b"x-api-key",
         b"x-request-id",
+        PRIORITY_HEADER,
         b"x-conversation-id",  # llama-server would let the generation outlive its client
     }
 )
@@ -68,6 +71,7 @@ class GuardSettings:
     dialect        how the engine names the length of an answer
     wait_s         longest wait for a place, unless the request says less
     ping_waiting   send SSE comments to streams that wait for a place
+    priorities     who goes first
     bound_holds    whether the model's tokenizer never makes more tokens than the text has bytes
     """
 
@@ -77,6 +81,7 @@ class GuardSettings:
     max_body_bytes: int = 64 * MIB
     ping_waiting: bool = False
     ping_every_s: float = 10.0
+    priorities: Priorities = field(default_factory=Priorities)
     bound_holds: Callable[[], bool] = lambda: True
 
 
@@ -159,6 +164,7 @@ class GuardApp:
     ) -> None:
         arrived_at_s = self._clock()
         try:
+            priority = self._settings.priorities.of(key, header(scope["headers"], PRIORITY_HEADER))
             body = await read_body(scope, receive, self._settings.max_body_bytes)
             item = draft(route, body, self._settings.dialect)
             capacity = self._supervision.snapshot.capacity
@@ -166,6 +172,9 @@ class GuardApp:
                 check_n(item, capacity, self._settings.dialect)
         except BodyTooLarge:
             await self._refuse(route, reply, _too_large(self._settings.max_body_bytes))
+            return
+        except PriorityError as exc:
+            await self._refuse(route, reply, ErrorReply(code="invalid_request", message=str(exc)))
             return
         except DemandError as exc:
             error = ErrorReply(code="invalid_request", message=str(exc), param=exc.param)
@@ -176,6 +185,7 @@ class GuardApp:
         flight = Flight(
             request_id=request_id,
             key=key,
+            priority=priority,
             path=scope["path"],
             body=body,
             call=_call(scope, request_id, body),

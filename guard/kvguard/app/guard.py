@@ -22,10 +22,13 @@ from kvguard.attached import AttachedLife
 from kvguard.demand import Dialect
 from kvguard.diagnosis import diagnose
 from kvguard.domain import Accounts, Endpoint, Knobs, Refusal, Rung, Snapshot, State, Step
+from kvguard.lengths import Lengths
 from kvguard.life import BackendLife, Life, LifeSettings
 from kvguard.limiter import Limiter
 from kvguard.log import ENGINE_LOGGER
 from kvguard.metrics import Metrics
+from kvguard.priority import Priorities
+from kvguard.quota import Quota
 from kvguard.record import to_builtins
 from kvguard.recovery import Recovery, RecoveryParts
 from kvguard.report import dry_run_json, ready_message
@@ -69,12 +72,15 @@ class Guard:
         self._events = site.events
         self._ladder = _ladder(settings, site.first.knobs)
         self.supervisor = Supervisor(self._supervisor_parts())
+        policy = make_policy(settings.admission.policy)
+        self.lengths = Lengths(policy, settings.state.directory, site.model_name)
         self.limiter = Limiter(
-            policy=make_policy(settings.admission.policy),
-            order=FairOrder(),
+            policy=policy,
+            order=FairOrder(settings.admission.weights),
             max_queue_requests=settings.admission.queue_requests,
             max_queue_bytes=settings.admission.queue_bytes,
             default_wait_s=settings.admission.deadline_s,
+            quotas={name: Quota(**dict(quota)) for name, quota in settings.admission.quotas.items()},
         )
         self.metrics = Metrics()
         keys = client_keys(settings)
@@ -88,6 +94,7 @@ class Guard:
                 wait_s=settings.admission.deadline_s,
                 max_body_bytes=settings.server.max_body_bytes,
                 ping_waiting=settings.admission.queue_keepalive,
+                priorities=Priorities(settings.admission.priorities),
             ),
             metrics=self.metrics,
         )
@@ -133,6 +140,7 @@ class Guard:
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartFailed."""
+        self.lengths.recall()
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,6 +152,7 @@ class Guard:
             asyncio.create_task(self._server.serve(sockets=[self._listening]), name="http"),
             asyncio.create_task(self.hot.run(), name="request-path"),
             asyncio.create_task(self.watch.run(), name="watch"),
+            asyncio.create_task(self.lengths.run(), name="lengths"),
             *([asyncio.create_task(self.recovery.run(), name="recovery")] if self.site.models else []),
             *([asyncio.create_task(Webhook(url, self._events).run(), name="webhook")] if url else []),
         ]
@@ -170,6 +179,7 @@ class Guard:
             for task in (*helpers[1:], waiting):
                 task.cancel()
             await asyncio.gather(supervision, *helpers, waiting, return_exceptions=True)
+            self.lengths.keep()
             await self.hot.close()
         return 0
 
