@@ -9,6 +9,8 @@ that was continued can be compared byte for byte with one that was not. What it 
              "crash_after": 3,       die by SIGKILL after that many tokens (0: before any byte)
              "crash_in_lives": [1],  only in these lives (else in all)
              "error_after": 3,       an error event there
+             "overflow_after": 3,    the error of llama.cpp's full pool there, or HTTP 500
+             "overflow_times": 1,    so many times in all
              "status": 500, "body": "...",   answer this, whole
              "cut_after": 3}         close the stream cleanly without a finish reason
 
@@ -30,11 +32,15 @@ from aiohttp import web
 _LAST_WORD = re.compile(r"w(\d+)\s*$")
 
 
+OVERFLOW = {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}
+
+
 class FakeEngine:
     def __init__(self, life: int, api_key: str) -> None:
         self.life = life
         self.api_key = api_key
         self.running = 0
+        self.overflowed = 0
         self.seen: list[dict[str, Any]] = []
         self.release = asyncio.Event()
 
@@ -67,6 +73,10 @@ class FakeEngine:
         body = (await request.read()).decode("latin-1")
         return web.json_response({"headers": headers, "body": body, "target": request.raw_path})
 
+    def _overflows(self, fake: dict[str, Any]) -> bool:
+        self.overflowed += 1
+        return self.overflowed <= int(fake.get("overflow_times", 1))
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "bad key", "code": 401}}, status=401)
@@ -85,7 +95,10 @@ class FakeEngine:
                 status=fake["status"], text=fake.get("body", ""), content_type="application/json"
             )
         answer = Answer(body, chat=request.path.endswith("chat/completions"))
+        at_once = fake.get("overflow_after") == 0 and self._overflows(fake)
         if not body.get("stream"):
+            if at_once:
+                return web.json_response({"error": OVERFLOW}, status=500)
             async for _ in self._tokens(fake, answer):
                 pass
             return web.json_response(answer.whole(), headers={"x-engine": "fake"})
@@ -93,10 +106,16 @@ class FakeEngine:
         if fake.get("crash_after") == 0:
             self._maybe_crash(fake)
         await response.prepare(request)
+        if at_once:
+            await response.write(b"data: " + json.dumps({"error": OVERFLOW}).encode() + b"\n\n")
+            return response
         count = 0
         async for text in self._tokens(fake, answer):
             await response.write(answer.event(text))
             count += 1
+            if count == fake.get("overflow_after") and self._overflows(fake):
+                await response.write(b"data: " + json.dumps({"error": OVERFLOW}).encode() + b"\n\n")
+                return response
             if count == fake.get("error_after"):
                 error = {"error": {"message": "engine says no", "type": "server_error", "code": 500}}
                 await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")

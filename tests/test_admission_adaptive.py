@@ -384,9 +384,24 @@ def test_what_must_be_taken_back_is_what_would_overflow_within_a_few_steps() -> 
     policy = policy_of(LLAMA)
     for lease_id in range(4):
         policy.admit(lease_id, demand(1500, 1000), "")
-        policy.progress(lease_id, 530)
+        policy.progress(lease_id, 520)
     assert policy.excess_tokens() == 0
     for lease_id in range(4):
         policy.progress(lease_id, 550)
-    assert policy.excess_tokens() == 4 * (1500 + 550 + 2 + 8) - 8192
+    assert policy.excess_tokens() == 4 * (1500 + 550 + 2 + 24) - 8192
     assert policy.held_tokens(3) == 2050
+
+
+def test_what_the_engine_holds_beyond_what_streams_show_is_taken_into_account() -> None:
+    """Events are not tokens: 4 streams show 400 tokens each, the engine holds 300, then 500 more."""
+    policy = policy_of(LLAMA)
+    for lease_id in range(4):
+        policy.admit(lease_id, demand(1500, 1000), "")
+        policy.progress(lease_id, 400)
+    books = 4 * (1500 + 400 + 2)
+    policy.observe(sample(1.0, kv_used_tokens=books + 300))
+    assert policy.excess_tokens() == books + 300 + 300 + 4 * 24 - 8192  # as much again until the next look
+    policy.observe(sample(1.5, kv_used_tokens=books + 500))
+    assert policy.excess_tokens() == books + 500 + 200 + 4 * 24 - 8192
+    policy.observe(sample(2.0, kv_used_tokens=books))
+    assert policy.excess_tokens() == 0

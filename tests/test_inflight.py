@@ -252,6 +252,55 @@ class TestTakenBack:
             await asking
 
 
+class TestOverflow:
+    """The engine's pool was overrun: nobody's fault but ours, so nobody hears of it."""
+
+    @pytest.mark.parametrize("after", [0, 3])
+    async def test_a_stream_goes_on_where_it_was(self, after: int) -> None:
+        async with fake_stack() as (stack, child):
+            text, chunks = await text_of(await ask(stack, stream=True, fake={"overflow_after": after}))
+            assert text == words(6)
+            assert len({chunk.id for chunk in chunks}) == 1
+            assert len((await child.state())["seen"]) == 2
+            assert stack.hot.inflight.overflows == 1
+            assert stack.limiter.running == 0
+
+    async def test_an_answer_in_one_piece_is_asked_for_again(self) -> None:
+        async with fake_stack() as (stack, _):
+            answer = await ask(stack, fake={"overflow_after": 0})
+            assert answer.choices[0].message.content == words(6)
+            assert stack.value("kvguard_replays_total", how="replayed") == 1
+
+    async def test_next_time_it_starts_only_where_its_maximum_fits(self) -> None:
+        async with fake_stack() as (stack, child):
+            asking = asyncio.create_task(
+                ask(stack, stream=True, fake={"overflow_after": 1, "stall_after": 2})
+            )
+            await until(lambda: [f.overflows for f in stack.hot.inflight.running()] == [1])
+            (flight,) = stack.hot.inflight.running()
+            assert flight.demand is not None
+            assert not flight.demand.counted
+            await child.release()
+            await text_of(await asking)
+
+    async def test_an_engine_that_overflows_for_ever_is_quoted(self) -> None:
+        async with fake_stack() as (stack, child):
+            with pytest.raises(openai.APIError, match="Context size has been exceeded"):
+                await ask(stack, fake={"overflow_after": 0, "overflow_times": 99})
+            assert len((await child.state())["seen"]) == 4
+
+    async def test_a_start_that_had_its_deadline_has_another(self) -> None:
+        """The time to a first token was kept; what the pool did then is not the client's clock to pay."""
+        async with fake_stack() as (stack, child):
+            stream = await stack.openai().chat.completions.create(
+                model="m", messages=HI, max_tokens=6, stream=True, extra_headers={"x-slo-ttft-ms": "200"},
+                extra_body={"fake": {"delay_s": 0.2, "overflow_after": 3}},
+            )  # fmt: skip
+            text, _ = await text_of(stream)
+            assert text == words(6)
+            assert len((await child.state())["seen"]) == 2
+
+
 class TestCounting:
     async def test_nobody_is_counted_while_there_is_room(self) -> None:
         async with fake_stack() as (stack, _):

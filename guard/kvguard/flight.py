@@ -26,6 +26,7 @@ class Flight:
     generation      the backend life that it was sent to; -1 while it waits
     in_engine       it was sent there, and neither side has closed the connection
     unreached       attempts in a row that the engine has seen nothing of
+    overflows       times that the engine failed it because the pool was full
     crashes         memory crashes that it was in flight at
     joint           rewrites the events of a continuation
     """
@@ -48,6 +49,7 @@ class Flight:
     sent_at_s: float = 0.0
     attempts: int = 0
     unreached: int = 0
+    overflows: int = 0
     crashes: int = 0
     poisonous: bool = False
     taken_back: bool = False

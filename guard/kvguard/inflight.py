@@ -35,6 +35,7 @@ from kvguard.flight import Flight
 from kvguard.lease import Lease
 from kvguard.limiter import Limiter
 from kvguard.metrics import Metrics
+from kvguard.overflow import MOST_OVERFLOWS, is_overflow
 from kvguard.ports import Supervision
 from kvguard.pricing import Pricer
 from kvguard.relay import Broken, Done, Reply, forward
@@ -72,6 +73,7 @@ class Inflight:
 
     def __init__(self, parts: InflightParts) -> None:
         self._p = parts
+        self.overflows = 0
         self._flights: set[Flight] = set()
         self._placed: set[Flight] = set()
         self._entry = Entry(
@@ -159,7 +161,11 @@ class Inflight:
             return None
         if flight.taken_back:
             flight.taken_back = False
-            return _refusal_to_continue(flight, self._p.dialect)
+            return self._once_more(flight)
+        if is_overflow(outcome) and flight.overflows < MOST_OVERFLOWS:
+            self._overflowed(flight)
+            lease.release(Ending.FAILED)
+            return self._once_more(flight)
         try:
             return await self._after_break(flight, outcome)
         finally:
@@ -253,8 +259,20 @@ class Inflight:
                 message="The backend ran out of memory while it ran this request alone. "
                 "Shorten the prompt or ask for fewer tokens.",
             )
-        flight.must_start_by_s = max(flight.must_start_by_s, self._p.clock() + self._p.wait_s)  # 5
+        return self._once_more(flight)  # 5
+
+    def _once_more(self, flight: Flight) -> ErrorReply | None:
+        """Let it wait again, with a deadline of its own, since it had its place."""
+        flight.must_start_by_s = max(flight.must_start_by_s, self._p.clock() + self._p.wait_s)
         return _refusal_to_continue(flight, self._p.dialect)
+
+    def _overflowed(self, flight: Flight) -> None:
+        """The pool was overrun. Next time it starts only where its maximum fits, so that it happens once."""
+        self.overflows += 1
+        flight.overflows += 1
+        if flight.demand is not None:
+            flight.demand = replace(flight.demand, counted=False)
+        _log.warning("request_overflowed", request_id=flight.request_id, overflows=flight.overflows)
 
     async def _fate(self, generation: int) -> Snapshot:
         """The supervisor's verdict on a life, or the first snapshot that shows its end.

@@ -23,12 +23,14 @@ class Watch:
         life: Callable[[], BackendLife | None],
         card_free_bytes: Callable[[], int | None],
         observe: Callable[[EngineSample], None],
+        overflows: Callable[[], int] = lambda: 0,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._supervision = supervision
         self._life = life
         self._card_free_bytes = card_free_bytes
         self._observe = observe
+        self._overflows = overflows
         self._interval_s = interval_s
         self.last: EngineSample | None = None
 
@@ -45,6 +47,10 @@ class Watch:
             except BackendError:  # busy or dying: the supervisor decides which
                 sample = None
             if sample is not None and self._supervision.snapshot is snapshot:
-                self.last = replace(sample, card_free_bytes=self._card_free_bytes())
+                self.last = replace(
+                    sample,
+                    card_free_bytes=self._card_free_bytes(),
+                    overflows_total=(sample.overflows_total or 0) + self._overflows(),
+                )
                 self._observe(self.last)
             await asyncio.sleep(self._interval_s)

@@ -105,6 +105,7 @@ class Guard:
             life=lambda: self.supervisor.life,
             card_free_bytes=self._card_free_bytes,
             observe=self.limiter.observe,
+            overflows=lambda: self.hot.inflight.overflows,
         )
         self.recovery = Recovery(self._recovery_parts())
         admin_key = settings.server.admin_key

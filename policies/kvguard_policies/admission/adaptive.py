@@ -28,8 +28,9 @@ from kvguard_policies.admission.survival import AHEAD, Z_CURVE, Follow, Survival
 Z = 3.2
 Z_FAILS_ALL = 4.0
 SPARE_SHARE = 0.02
-TAKE_BACK_STEPS = 8
-"""Steps that an engine goes on for until it notices that a request was cancelled."""
+TAKE_BACK_STEPS = 24
+"""Steps that an engine goes on for until it notices that a request was cancelled, and by how many the count
+of a stream's tokens may be behind (`kvguard.relay` tells of every 16th)."""
 
 CERTAIN_ROW = 0
 
@@ -55,6 +56,7 @@ class Adaptive(Ledger):
         self._outlook: Outlook | None = None
         self._peak_tokens = 0.0
         self._readings = self._exceeded = 0
+        self._hidden_tokens = self._hidden_growth_tokens = 0
 
     # ------------------------------------------------------------ the rule
 
@@ -108,6 +110,7 @@ class Adaptive(Ledger):
         self._follows.clear()
         self._lags.clear()
         self._unstarted_tokens = 0
+        self._hidden_tokens = self._hidden_growth_tokens = 0
         self._outlook = None
         self._columns = min(len(AHEAD), int(np.searchsorted(AHEAD, 2 * capacity.ctx_tokens)) + 1)
         self._feedback.restart()
@@ -180,6 +183,9 @@ class Adaptive(Ledger):
         if sample.kv_used_tokens is not None:
             self._readings += 1
             self._exceeded += sample.kv_used_tokens > max(self._peak_tokens, self._running.now_tokens)
+            hidden_tokens = max(0, sample.kv_used_tokens - self._running.now_tokens)
+            self._hidden_growth_tokens = max(0, hidden_tokens - self._hidden_tokens)
+            self._hidden_tokens = hidden_tokens
         self._feedback.observe(
             sample,
             booked_tokens=0 if self._unstarted_tokens else self._running.now_tokens,
@@ -188,11 +194,17 @@ class Adaptive(Ledger):
         )
 
     def excess_tokens(self) -> int:
-        """Overflow fails every running request, so it is averted where the books say that it is near."""
+        """Overflow fails every running request, so it is averted where it is near.
+
+        An event of a stream may hold more than one token (incomplete UTF-8, stop strings and tool calls are
+        held back), so what the last reading showed beyond the books is added, and its growth once more.
+        """
         capacity = self._capacity
         if capacity is None or capacity.overflow != "fails_all" or not self.shares_pool():
             return 0
-        soon_tokens = min(self._running.now_tokens + self.sequences * TAKE_BACK_STEPS, self.reserved_tokens)
+        hidden_tokens = self._hidden_tokens + self._hidden_growth_tokens
+        now_tokens = self._running.now_tokens + hidden_tokens
+        soon_tokens = min(now_tokens + self.sequences * TAKE_BACK_STEPS, self.reserved_tokens)
         return max(0, soon_tokens - capacity.pool_tokens)
 
     def report(self) -> dict[str, float]:
