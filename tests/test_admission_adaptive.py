@@ -120,7 +120,7 @@ def test_a_class_with_enough_data_has_its_own_curve() -> None:
     other = survival.index_for(labels("chat", 1024, "new"))
     column = int(np.searchsorted(AHEAD, 100))
     chances = [float(survival.rows[survival.row_of(index, 0, 0), column]) for index in (short, other, long)]
-    assert chances[0] < 0.1 < 0.4 < chances[1] < 0.7 < 0.99 < chances[2]
+    assert chances[0] < 0.1 < 0.4 < chances[1] < 0.7 < 0.95 < chances[2]
 
 
 def test_tables_survive_a_restart() -> None:

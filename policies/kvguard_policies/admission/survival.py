@@ -53,7 +53,7 @@ TAIL_HAZARD = 1 - 2 ** (-1 / BINS_PER_OCTAVE)
 
 HALF_LIFE_EVENTS = 2000
 FORGET_EVERY = 64
-Z_CURVE = 1.0
+Z_CURVE = 0.5
 
 Label = tuple[str, ...]
 
