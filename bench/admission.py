@@ -271,7 +271,9 @@ def prepared(workload: Workload, overflow: str) -> Scenario:
         FIXED,
         key=lambda n: measure(scenario, fixed_arm(n), SATURATION * rate_per_s, TUNING_SEED).goodput_per_s,
     )
-    return replace(scenario, capacity_per_s=rate_per_s, learned=teacher[0].learned(), best_fixed=best)
+    return replace(
+        scenario, capacity_per_s=rate_per_s, learned="".join(teacher[0].learned()), best_fixed=best
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,23 +42,26 @@ class Lengths:
         except (OSError, ValueError) as exc:
             _log.warning("lengths_not_recalled", path=str(self._path), reason=str(exc))
             return
-        self._kept = self._policy.learned()
+        self._kept = "".join(self._policy.learned())
         _log.info("lengths_recalled", path=str(self._path), size_bytes=len(text))
 
     async def run(self) -> None:
-        """Write now and then; never returns."""
+        """Write now and then; never returns. Gives way between pieces: a table may be long."""
         while True:
             await asyncio.sleep(self._interval_s)
-            if self._is_new():
+            pieces = []
+            for piece in self._policy.learned():
+                pieces.append(piece)
+                await asyncio.sleep(0)
+            if self._is_new("".join(pieces)):
                 await asyncio.to_thread(self._write, self._kept)
 
     def keep(self) -> None:
         """Write what is new, now. For the end."""
-        if self._is_new():
+        if self._is_new("".join(self._policy.learned())):
             self._write(self._kept)
 
-    def _is_new(self) -> bool:
-        learned = self._policy.learned()
+    def _is_new(self, learned: str) -> bool:
         changed = learned != self._kept
         self._kept = learned
         return changed and bool(learned)

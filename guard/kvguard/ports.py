@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvguard.domain import (
@@ -163,8 +163,11 @@ class AdmissionPolicy(Protocol):
     def held_tokens(self, lease_id: int) -> int:
         """What taking this lease back would free."""
 
-    def learned(self) -> str:
-        """What was learned, as text to keep across restarts; empty where there is nothing."""
+    def learned(self) -> Iterable[str]:
+        """What was learned, as the pieces of a text to keep across restarts; none where there is nothing.
+
+        Each piece is quick to make. The policy may go on learning between two of them.
+        """
 
     def recall(self, text: str) -> None:
         """Take over what was learned before. Raises ValueError where it makes no sense."""

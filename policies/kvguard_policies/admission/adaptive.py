@@ -16,6 +16,8 @@ Requests whose tokens cannot be seen, which drain, or which have several sequenc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvguard.domain import Capacity, Decision, Demand, Ending, EngineSample, Work
@@ -221,7 +223,7 @@ class Adaptive(Ledger):
 
     # ------------------------------------------------------------ what was learned
 
-    def learned(self) -> str:
+    def learned(self) -> Iterable[str]:
         return self._survival.to_json()
 
     def recall(self, text: str) -> None:

@@ -153,16 +153,17 @@ class Book:
         held = np.minimum(ahead, growth[:, None])
         held += now[:, None]
         begun = (BEFORE[:columns] < steps[:, None]).astype(np.float32)
+        each = np.ones(n, dtype=np.float32)  # its product with a matrix sums the rows, faster than `sum` does
         share = rows[:, :columns].take(self._row[:n], axis=0)
         held *= begun
         share *= held
-        sure = held.sum(axis=0)
+        sure = each @ held
         held -= share  # what is left if it has ended
         spread = share * held
         held -= share
         return Outlook(
-            mean=share.sum(axis=0), variance=spread.sum(axis=0), third=np.einsum("ij,ij->j", spread, held),
-            sure=sure, count=begun.sum(axis=0),
+            mean=each @ share, variance=each @ spread, third=np.einsum("ij,ij->j", spread, held),
+            sure=sure, count=each @ begun,
         )  # fmt: skip
 
     def lockstep_peak(self, rounding: int, extra: Entry | None = None) -> float:

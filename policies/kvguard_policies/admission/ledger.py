@@ -121,8 +121,8 @@ class Ledger:
             "sequences": self.sequences,
         }
 
-    def learned(self) -> str:
-        return ""
+    def learned(self) -> Iterable[str]:
+        return ()
 
     def recall(self, text: str) -> None:
         """Nothing is learned, so nothing is recalled."""

@@ -192,13 +192,16 @@ class Survival:
 
     # ------------------------------------------------------------ persistence
 
-    def to_json(self) -> str:
-        curves = [
-            {"label": list(label), "finished": curve.finished, **_sparse(curve)}
-            for label, curve in self._curves.items()
-            if curve.finished
-        ]
-        return json.dumps({"schema": SCHEMA, "edges": len(EDGES), "curves": curves})
+    def to_json(self) -> Iterator[str]:
+        """One object, a curve at a time."""
+        yield f'{{"schema": {SCHEMA}, "edges": {len(EDGES)}, "curves": ['
+        comma = ""
+        for label, curve in list(self._curves.items()):
+            if curve.finished:
+                row = {"label": list(label), "finished": curve.finished, **_sparse(curve)}
+                yield comma + json.dumps(row)
+                comma = ", "
+        yield "]}"
 
     def load_json(self, text: str) -> None:
         """Take over what was learned before. Raises ValueError where it is not of this form."""
