@@ -497,23 +497,34 @@ def show(
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Goodput over load, one panel a scenario. Needs matplotlib: the `bench` extra."""
+    """Goodput over load, or bars where there is one load; a panel a scenario. Needs the `bench` extra."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row["scenario"] for row in rows))
+    loads = sorted({row["load"] for row in rows})
     across = min(3, len(names))
     down = -(-len(names) // across)
     figure = Figure(figsize=(6 * across, 4 * down), layout="constrained")
-    for axes, name in zip(figure.subplots(down, across, squeeze=False).flat, names, strict=False):
-        for arm in dict.fromkeys(row["arm"] for row in rows if row["scenario"] == name):
-            points = sorted(
-                (row["load"], row["goodput_per_s"])
-                for row in rows
-                if (row["scenario"], row["arm"]) == (name, arm)
-            )
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes in panels[len(names) :]:
+        axes.remove()
+    for axes, name in zip(panels, names, strict=False):
+        own = [row for row in rows if row["scenario"] == name]
+        arms = list(dict.fromkeys(row["arm"] for row in own))
+        colours = [colormaps["tab20"](i) for i in range(len(arms))]
+        axes.set(title=name)
+        if len(loads) == 1:
+            axes.barh(arms, [row["goodput_per_s"] for row in own], color=colours)
+            axes.invert_yaxis()
+            axes.set(xlabel=f"goodput, requests/s, at {loads[0]:g} times capacity")
+            continue
+        for arm, colour in zip(arms, colours, strict=True):
+            points = sorted((row["load"], row["goodput_per_s"]) for row in own if row["arm"] == arm)
             bold = 2.5 if arm.startswith("adaptive") and "=" not in arm else 1.2
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=bold, label=arm)
-        axes.set(title=name, xlabel="load over capacity", ylabel="goodput, requests/s", ylim=(0, None))
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=bold, label=arm,
+                      color=colour)  # fmt: skip
+        axes.set(xlabel="load over capacity", ylabel="goodput, requests/s", ylim=(0, None))
         axes.legend(fontsize=6)
     figure.savefig(path, dpi=110)
 

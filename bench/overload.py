@@ -3,8 +3,7 @@
     python bench/overload.py [--model FILE.gguf] [--times 10] [--seconds 60] [--full] [--json]
 
 Through `kvguard serve` in front of a real llama.cpp server. The best rate is measured first, closed loop with
-as many clients as there are slots; the storm is open loop. Both streams and answers in one piece are served.
-Then cancels are timed: from the moment a client leaves until the engine is seen to have freed its place.
+as many clients as there are slots; the storm is open loop.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,10 @@ from serve_fixtures import GuardProcess, guard
 from tiny_gguf import write_tiny_llama
 
 SLOTS = 8
+SOUND = 1.1
+"""A storm that is served faster than this times the best rate shows that the best rate was not found. Then
+neither the share of it nor the multiple of the load says anything."""
+
 CONFIG = f"""
 [knobs]
 batch = {SLOTS}
@@ -39,7 +41,7 @@ ctx_tokens = 2048
 pool_tokens = 8192
 pool_kind = "unified"
 [admission]
-queue_requests = 64
+queue_requests = 32
 deadline_s = 30.0
 """
 
@@ -67,6 +69,7 @@ async def overload(process: GuardProcess, options: argparse.Namespace) -> dict[s
         "offered_per_s": rate_per_s,
         "goodput_per_s": result.served / result.seconds,
         "goodput_of_best": result.served / result.seconds / max(best, again),
+        "best_is_sound": result.served / result.seconds <= SOUND * max(best, again),
         "answers": dict(result.counts()),
         "not_in_order": sum(not answer.in_order for answer in result.answers),
         "refused_p50_s": _refused_after_s(result),
@@ -79,44 +82,6 @@ async def overload(process: GuardProcess, options: argparse.Namespace) -> dict[s
 def _refused_after_s(result: Storm) -> float:
     took_s = sorted(answer.took_s for answer in result.answers if answer.status == 503)
     return took_s[len(took_s) // 2] if took_s else 0.0
-
-
-async def cancels(process: GuardProcess, rounds: int) -> dict[str, list[float]]:
-    """Seconds from a client's leaving until its place is free, by where the request was."""
-    took: dict[str, list[float]] = {"queued": [], "prefill": [], "decode": []}
-    for _ in range(rounds):
-        for where in took:
-            took[where].append(await _cancel(process, where))
-    return took
-
-
-async def _cancel(process: GuardProcess, where: str) -> float:
-    async with aiohttp.ClientSession() as session:
-        long = {**body_of(2000), "stream": True}
-        blockers = [await _begun(session, process.url, long) for _ in range(4 if where == "queued" else 0)]
-        prompt = "word " * 1500 if where == "prefill" else "a"
-        body = {**long, "prompt": prompt}
-        asked = asyncio.create_task(session.post(process.url + "/v1/completions", json=body))
-        field = "waiting" if where == "queued" else "running"
-        await asyncio.to_thread(process.until, lambda status: bool(status["admission"][field]))
-        if where == "decode":
-            await (await asked).content.readany()
-            (await asked).close()
-        else:
-            asked.cancel()
-        left_s = time.monotonic()
-        await asyncio.to_thread(process.until, lambda status: not status["admission"][field])
-        took_s = time.monotonic() - left_s
-        for blocker in blockers:
-            blocker.close()
-    await asyncio.to_thread(process.until, lambda status: not status["admission"]["running"])
-    return took_s
-
-
-async def _begun(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-    answer = await session.post(url + "/v1/completions", json=body)
-    await answer.content.readany()
-    return answer
 
 
 def provenance() -> dict[str, Any]:
@@ -136,8 +101,6 @@ def show(result: dict[str, Any]) -> None:
     storm_result = result["overload"]
     for key, value in storm_result.items():
         table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
-    for where, took in result["cancel_s"].items():
-        table.add_row(f"cancel, {where}", "  ".join(f"{seconds:.3f}" for seconds in took) + " s")
     Console(width=120).print(table)
 
 
@@ -148,7 +111,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF; without one a tiny random Llama")
     parser.add_argument("--times", type=float, default=10.0, help="load over the best rate")
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--new-tokens", type=int, default=300)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--full", action="store_true", help="a storm of 60 s")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -163,7 +126,6 @@ def main() -> None:
             result = {
                 "provenance": provenance(),
                 "overload": asyncio.run(overload(process, options)),
-                "cancel_s": asyncio.run(cancels(process, rounds=3)),
             }
     print(json.dumps(result, indent=1)) if options.json else show(result)
 

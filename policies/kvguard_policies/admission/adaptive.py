@@ -28,7 +28,7 @@ from kvguard_policies.admission.pricing import Price
 from kvguard_policies.admission.survival import AHEAD, Z_CURVE, Follow, Survival, labels
 
 Z = 3.6
-Z_FAILS_ALL = 4.4
+Z_FAILS_ALL = 3.8
 SPARE_SHARE = 0.02
 TAKE_BACK_STEPS = 24
 """Steps that an engine goes on for until it notices that a request was cancelled, and by how many the count
