@@ -226,8 +226,11 @@ class Engine:
         run.new_tokens = max(run.new_tokens, seq.new_tokens)
 
     def _finish(self) -> None:
-        for seq in [seq for seq in self.running if seq.new_tokens >= seq.length]:
-            self.running.remove(seq)
+        finished = [seq for seq in self.running if seq.new_tokens >= seq.length]
+        self.running = [seq for seq in self.running if seq.new_tokens < seq.length]
+        for (
+            seq
+        ) in finished:  # none of them can be cancelled any more, whatever the limiter says to its progress
             seq.run.ended_at_s = self.now_s
             seq.progress(seq.new_tokens)
             seq.done(Ending.TRUNCATED if seq.length < seq.run.arrival.length else Ending.FINISHED)
