@@ -517,7 +517,7 @@ def test_a_climb_never_takes_what_is_refuted() -> None:
     assert step.knobs.batch == 2
 
 
-def test_the_cool_down_doubles_after_each_fall_and_starts_anew_when_a_climb_held() -> None:
+def test_the_cool_down_doubles_after_each_fall_and_starts_anew_after_a_day_without_one() -> None:
     wanted, now = knobs(batch=2), knobs(batch=1)
     cool = CoolDown()
     waits = []
@@ -530,7 +530,8 @@ def test_the_cool_down_doubles_after_each_fall_and_starts_anew_when_a_climb_held
     early, late = 1000.0 + FIRST_WAIT_S - 1, 1000.0 + FIRST_WAIT_S
     assert climb(DEFAULT, wanted, now, lambda _: True, [], cool_down=once, now_s=early) is None
     assert climb(DEFAULT, wanted, now, lambda _: True, [], cool_down=once, now_s=late) is not None
-    assert cool.held().fell(0.0).until_s == FIRST_WAIT_S
+    day_later_s = cool.until_s + LONGEST_WAIT_S
+    assert cool.fell(day_later_s).until_s == day_later_s + FIRST_WAIT_S
 
 
 @settings(max_examples=100, deadline=None)

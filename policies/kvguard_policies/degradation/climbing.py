@@ -30,12 +30,9 @@ class CoolDown:
         return now_s >= self.until_s
 
     def fell(self, now_s: float) -> CoolDown:
-        """A climb, or what had held before it, failed: wait, and twice as long the next time."""
-        return CoolDown(wait_s=min(2 * self.wait_s, LONGEST_WAIT_S), until_s=now_s + self.wait_s)
-
-    def held(self) -> CoolDown:
-        """A climb was confirmed: the next may follow as soon as the first one could."""
-        return CoolDown(until_s=self.until_s)
+        """A climb did not hold: wait, and twice as long the next time; after a good day, anew."""
+        wait_s = FIRST_WAIT_S if now_s - self.until_s >= LONGEST_WAIT_S else self.wait_s
+        return CoolDown(wait_s=min(2 * wait_s, LONGEST_WAIT_S), until_s=now_s + wait_s)
 
 
 def climb(
