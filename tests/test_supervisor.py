@@ -74,6 +74,7 @@ class ScriptedLife:
         self.stopped = asyncio.Event()
         self._start_ends_with = start_ends_with
         self._end: asyncio.Future[Evidence] = asyncio.get_running_loop().create_future()
+        self.confirmed = self.answered = False
 
     def die(self, evidence: Evidence) -> None:
         self.engine.alive = False
@@ -85,9 +86,14 @@ class ScriptedLife:
         return CAPACITY
 
     async def confirm(self, *, full_context: bool = False) -> Confirmation:
+        self.confirmed = True
         return Confirmation(
             peaks=(), probes=(PROBE,), stable=True, start_s=0.1, peak_bytes=self._peak_bytes, others_bytes=0
         )
+
+    async def answer(self) -> bool:
+        self.answered = True
+        return True
 
     async def ended(self) -> Evidence:
         return await self._end
@@ -306,17 +312,35 @@ async def test_verdict_tells_a_living_engine_from_a_dead_one(stand: Stand) -> No
         assert (second.state, second.generation) == (State.READY, 2)
 
 
-async def test_third_start_in_a_row_confirms(stand: Stand) -> None:
+async def test_third_start_in_a_row_confirms(tmp_path: Path) -> None:
+    for _ in range(3):
+        stand = Stand(tmp_path)
+        async with running(stand):
+            await stand.until(State.READY)
+    assert [r.event for r in stand.journal.records()] == [
+        "config_provisional",
+        "config_provisional",
+        "config_confirmed",
+    ]
+
+
+async def test_what_has_served_serves_again_after_one_answer(stand: Stand) -> None:
+    """Clients wait: what was confirmed in this run is not confirmed anew, nor counted as another start."""
     async with running(stand):
-        for generation in (1, 2):
-            await stand.until(State.READY, generation=generation)
+        first = await stand.until(State.READY)
+        for generation in (2, 3):
             stand.lives[-1].die(SEGFAULT)
-        await stand.until(State.READY, generation=3)
-        assert [r.event for r in stand.journal.records()] == [
-            "config_provisional",
-            "config_provisional",
-            "config_confirmed",
-        ]
+            again = await stand.until(State.READY, generation=generation)
+            assert (stand.lives[-1].confirmed, stand.lives[-1].answered) == (False, True)
+            assert again.config_id == first.config_id
+        stand.lives[-1].die(OOM)
+        await stand.until(State.READY, generation=4)
+        assert (stand.lives[-1].confirmed, stand.lives[-1].answered) == (True, False)
+    assert [r.event for r in stand.journal.records()] == [
+        "config_provisional",
+        "config_failed",
+        "config_provisional",
+    ]
 
 
 async def test_a_planned_change_replaces_a_ready_configuration(stand: Stand) -> None:

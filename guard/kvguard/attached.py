@@ -45,6 +45,9 @@ class AttachedLife:
         """Nothing is asked of an engine that is not ours."""
         return Confirmation(peaks=(), probes=(), stable=True, start_s=0.0, peak_bytes=0, others_bytes=0)
 
+    async def answer(self) -> bool:
+        return True
+
     async def ended(self) -> Evidence:
         healthy_s = time.monotonic()
         while time.monotonic() - healthy_s < self._hang_timeout_s:

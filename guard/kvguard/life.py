@@ -107,6 +107,9 @@ class BackendLife(Protocol):
     async def confirm(self, *, full_context: bool = False) -> Confirmation:
         """Stable memory, a short request, one that fills a micro-batch. Raises LifeEnded."""
 
+    async def answer(self) -> bool:
+        """One short request, where everything else is known already. Raises LifeEnded."""
+
     async def ended(self) -> Evidence:
         """Wait until it is dead or hung."""
 
@@ -225,7 +228,7 @@ class Life:
         ]
         if full_context:
             steps.append((Phase.FULL_CONTEXT, ctx - 2 * SHORT_NEW_TOKENS, SHORT_NEW_TOKENS))
-        model = (await self._or_end(self.engine.model_names()) or ["default"])[0]
+        model = await self._model_name()
         calibration = await self._or_end(self._calibrate())
         probes = []
         for phase, prompt_tokens, new_tokens in steps:
@@ -245,6 +248,16 @@ class Life:
             if short.seconds and short.new_tokens
             else None,
         )
+
+    async def answer(self) -> bool:
+        assert self._meter is not None
+        await self._meter.switch(Phase.SHORT_REQUEST)
+        await self._probe(await self._model_name(), 0, 1)
+        await self._meter.switch(Phase.SERVING)
+        return True
+
+    async def _model_name(self) -> str:
+        return (await self._or_end(self.engine.model_names()) or ["default"])[0]
 
     async def _calibrate(self) -> Calibration:
         """Ask the engine how many tokens the filler text is; a guess where it cannot count."""

@@ -4,6 +4,8 @@ One task, `run`, owns every transition:
 
     attempt -> Life.start -> Life.confirm -> READY -> it ends -> diagnose -> next attempt
 
+The same configuration again, once it has served, is confirmed by one short answer: clients are waiting.
+
 After an end, the cases are, in this order:
   1. kvguard is stopping: no next attempt
   2. a request that was known to be dangerous was alone in flight: same configuration again
@@ -55,6 +57,7 @@ MAX_RESTARTS = 5
 FIRST_DELAY_S = 0.2
 LAST_DELAY_S = 30.0
 RECHECK_S = 1.0
+_delay_s = wait_exponential_jitter(multiplier=FIRST_DELAY_S, max=LAST_DELAY_S, jitter=FIRST_DELAY_S)
 _INCURABLE = frozenset(
     {
         Cause.QUANT_FORMAT_MISMATCH,
@@ -76,10 +79,11 @@ class StartFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A configuration to start, and why."""
+    """A configuration to start, and why. `served_as` is its record's id if it has served in this run."""
 
     knobs: Knobs
     why: WhyRecord
+    served_as: str = ""
 
 
 def degraded_by(wanted: Knobs, now: Knobs) -> tuple[Rung, ...]:
@@ -224,13 +228,18 @@ class Supervisor:
             if capacity is None:
                 return None
             self._publish(State.CONFIRMING, endpoint=life.endpoint, detail="checking memory by requests")
-            confirmation = await self._unless_stopped(life.confirm())
-            if confirmation is None:
-                return None
-            smaller = await self._smaller_if_over_headroom(life, attempt, confirmation)
-            if smaller is not None:
-                return smaller
-            await self._ready(life, capacity, attempt, confirmation)
+            if attempt.served_as:
+                if await self._unless_stopped(life.answer()) is None:
+                    return None
+                self._publish(State.READY, capacity=capacity, config_id=attempt.served_as, detail="ready")
+            else:
+                confirmation = await self._unless_stopped(life.confirm())
+                if confirmation is None:
+                    return None
+                smaller = await self._smaller_if_over_headroom(life, attempt, confirmation)
+                if smaller is not None:
+                    return smaller
+                await self._ready(life, capacity, attempt, confirmation)
             was_ready, began_s = True, self._clock()
             evidence = await self._unless_stopped(self._ended_or_planned(life))
             if isinstance(evidence, Attempt):
@@ -326,6 +335,8 @@ class Supervisor:
         )
         alone = self._blame.crashed(generation, memory=failure.is_memory)
         await self._end_life()
+        if was_ready:
+            attempt = replace(attempt, served_as=self._snapshot.config_id)
         if alone:
             return self._again(attempt, failure, "a suspect request was alone in flight")
         if failure.is_memory and self._parts.restartable:
@@ -336,17 +347,16 @@ class Supervisor:
         self._restarts += 1
         if stop_after_attempt(MAX_RESTARTS)(_nth_try(self._restarts)):
             return await self._fail(attempt, failure, f"{MAX_RESTARTS} deaths in a row: {in_words(failure)}")
-        delay_s = wait_exponential_jitter(multiplier=FIRST_DELAY_S, max=LAST_DELAY_S, jitter=FIRST_DELAY_S)(
-            _nth_try(self._restarts)
-        )
-        await self._unless_stopped(asyncio.sleep(delay_s))
+        if self._restarts > 1 or not was_ready:  # the first is at once
+            delay_s = _delay_s(_nth_try(self._restarts))
+            await self._unless_stopped(asyncio.sleep(delay_s))
         return self._again(attempt, failure, f"restart {self._restarts} of {MAX_RESTARTS}")
 
     def _again(self, attempt: Attempt, failure: Failure, reason: str) -> Attempt | None:
         if self._stop.is_set():
             return None
         self._parts.events.publish("backend_restart", cause=failure.cause.value, reason=reason)
-        return Attempt(knobs=attempt.knobs, why=WhyRecord(kind="verify", from_id=self._snapshot.config_id))
+        return replace(attempt, why=WhyRecord(kind="verify", from_id=self._snapshot.config_id))
 
     async def _record_failure(
         self, life: BackendLife, attempt: Attempt, failure: Failure, evidence: Evidence, *, was_ready: bool
