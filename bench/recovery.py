@@ -150,10 +150,10 @@ def layers_rung(work: Path) -> Rung:
     model = write_tiny_llama(
         work / "layers.gguf", layers=12, embd=256, ff=4096, heads=4, kv_heads=2, head_dim=64, ctx=8192
     )
-    with rpc_card(60 * MIB) as address:
+    with rpc_card(64 * MIB) as address:
         return try_rung(
             "gpu_layers",
-            "12 layers, 77 MiB, on an RPC device of 60 MiB",
+            "12 layers, 77 MiB, on an RPC device of 64 MiB",
             (str(model), "--ctx", "2048", "--batch", "1", "--degrade-strict"),
             engine_args=("--", "--rpc", address),
         )

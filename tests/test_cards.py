@@ -25,10 +25,21 @@ needs_v1 = pytest.mark.skipif(
 )
 
 
-def v1_cgroup(path: Path, *, limit: int = V1_UNLIMITED, usage: int = 0, inactive: int = 0) -> Path:
+def v1_cgroup(
+    path: Path,
+    *,
+    limit: int = V1_UNLIMITED,
+    usage: int = 0,
+    inactive: int = 0,
+    active: int = 0,
+    mapped: int = 0,
+) -> Path:
     """The files that a card reads, as kernel 6 writes them."""
     path.mkdir(parents=True, exist_ok=True)
-    stat = f"cache 7\nrss 5\ninactive_file 3\ntotal_cache 9\ntotal_inactive_file {inactive}\ntotal_rss 1\n"
+    stat = (
+        "cache 7\nrss 5\ninactive_file 3\nactive_file 3\nmapped_file 3\ntotal_cache 9\n"
+        f"total_inactive_file {inactive}\ntotal_active_file {active}\ntotal_mapped_file {mapped}\n"
+    )
     for name, text in {
         "cgroup.procs": "",
         "memory.limit_in_bytes": f"{limit}\n",
@@ -40,10 +51,19 @@ def v1_cgroup(path: Path, *, limit: int = V1_UNLIMITED, usage: int = 0, inactive
     return path
 
 
-def v2_cgroup(path: Path, *, limit: int | None = None, usage: int = 0, inactive: int = 0) -> Path:
+def v2_cgroup(
+    path: Path,
+    *,
+    limit: int | None = None,
+    usage: int = 0,
+    inactive: int = 0,
+    active: int = 0,
+    mapped: int = 0,
+) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     stat = (
-        f"anon 5\nfile 9\nkernel 1\ninactive_anon 2\nactive_anon 3\ninactive_file {inactive}\nactive_file 1\n"
+        f"anon 5\nfile 9\nkernel 1\nfile_mapped {mapped}\ninactive_anon 2\nactive_anon 3\n"
+        f"inactive_file {inactive}\nactive_file {active}\n"
     )
     for name, text in {
         "cgroup.procs": "",
@@ -77,13 +97,25 @@ BOTH = pytest.mark.parametrize("make", [v1_cgroup, v2_cgroup])
 
 
 @BOTH
-def test_used_is_the_working_set_and_all_of_it_is_the_backends(tmp_path: Path, make: Make) -> None:
+def test_used_leaves_out_page_cache_and_all_of_it_is_the_backends(tmp_path: Path, make: Make) -> None:
     card = CgroupCard(make(tmp_path / "a", limit=GIB, usage=700 * MIB, inactive=500 * MIB), name="limit")
     reading = card.read()
     assert (card.info.kind, card.info.name, card.info.total_bytes) == ("cgroup", "limit", GIB)
     assert (reading.used_bytes, reading.own_bytes, reading.free_bytes) == (200 * MIB, 200 * MIB, 824 * MIB)
-    assert reading.source == f"cgroup {card.info.driver} working set"
+    assert reading.source == f"cgroup {card.info.driver} less unmapped page cache"
     assert card.info.driver == ("v1" if make is v1_cgroup else "v2")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("mapped", "used"),
+    [(0, 200), (100, 300), (500, 700), (600, 700)],  # shared memory counts as mapped, and is no page cache
+)
+def test_page_cache_is_in_use_as_far_as_it_is_mapped(
+    tmp_path: Path, make: Make, mapped: int, used: int
+) -> None:
+    path = make(tmp_path / "a", limit=1000, usage=700, inactive=200, active=300, mapped=mapped)
+    assert CgroupCard(path).read().used_bytes == used
 
 
 @BOTH

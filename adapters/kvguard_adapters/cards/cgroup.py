@@ -20,11 +20,18 @@ class _Version:
     name: str
     limit: str
     usage: str
-    inactive: str
+    cached: tuple[str, str]
+    mapped: str
 
 
-_V1 = _Version("v1", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("v2", "memory.max", "memory.current", "inactive_file")
+_V1 = _Version(
+    "v1",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+    "total_mapped_file",
+)
+_V2 = _Version("v2", "memory.max", "memory.current", ("inactive_file", "active_file"), "file_mapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +42,19 @@ class _Level:
     version: _Version
     limit_bytes: int | None
 
-    def working_set_bytes(self) -> int:
-        """Usage minus the page cache that the kernel would drop first. Raises CardLost."""
+    def held_bytes(self) -> int:
+        """Usage minus the page cache that no process maps: that is dropped before anyone is killed.
+
+        A model file that was read into buffers leaves such cache behind; one that is mapped is in use.
+        Raises CardLost.
+        """
         try:
             usage = int((self.path / self.version.usage).read_text())
             stat = (self.path / "memory.stat").read_text()
         except OSError as exc:
             raise CardLost(f"the cgroup {self.path} is gone") from exc
-        return max(0, usage - _field(stat, self.version.inactive))
+        cached = sum(_field(stat, name) for name in self.version.cached)
+        return max(0, usage - max(0, cached - _field(stat, self.version.mapped)))
 
 
 class CgroupCard:
@@ -62,7 +74,7 @@ class CgroupCard:
         if not self._limited:
             raise CardLost(f"neither {path} nor a cgroup above it has a memory limit")
         self._shared = shared
-        self._source = f"cgroup {self._inner.version.name} working set"
+        self._source = f"cgroup {self._inner.version.name} less unmapped page cache"
         self.info = CardInfo(
             kind="cgroup",
             name=name or "memory cgroup",
@@ -73,10 +85,9 @@ class CgroupCard:
 
     def read(self, own_pids: Sequence[int] = ()) -> CardReading:
         """`used_bytes` is the total minus what may still be taken at every level."""
-        inner = self._inner.working_set_bytes()
+        inner = self._inner.held_bytes()
         free = min(
-            limit - (inner if level is self._inner else level.working_set_bytes())
-            for level, limit in self._limited
+            limit - (inner if level is self._inner else level.held_bytes()) for level, limit in self._limited
         )
         used = max(0, self.info.total_bytes - free)
         own: int | None = min(used, inner)
