@@ -241,8 +241,10 @@ def tiny_checkpoint(folder: Path) -> Path:
     return folder / "tiny-checkpoint"
 
 
-def vllm_case(folder: Path) -> Case:
+def vllm_case(folder: Path, *, float32: bool = False) -> Case:
+    """A tiny Llama; `float32` where the same text must come again: the logits of bfloat16 are often equal."""
     python = engine_path("vllm-python")
+    pool_bytes = (lambda knobs: 2 * vllm_pool_bytes(knobs)) if float32 else vllm_pool_bytes
     (folder / "empty").mkdir()
     knobs = Knobs(
         batch=2,
@@ -252,13 +254,13 @@ def vllm_case(folder: Path) -> Case:
         quant=Variant(kind="checkpoint", source=str(tiny_checkpoint(folder)), bits=16),
         prefill_tokens=256,
     )
-    extra = ("--load-format", "dummy", "--enforce-eager")
-    options = Options(model_name=MODEL_NAME, extra_args=extra, pool_bytes=vllm_pool_bytes)
+    extra = ("--load-format", "dummy", "--enforce-eager", "--dtype", "float32" if float32 else "bfloat16")
+    options = Options(model_name=MODEL_NAME, extra_args=extra, pool_bytes=pool_bytes)
     return Case(
         name="vllm",
         backend=find_backend("vllm", options, vllm_python=python),
         knobs=knobs,
-        kv_bytes=vllm_pool_bytes(knobs),
+        kv_bytes=pool_bytes(knobs),
         broken_model=str(folder / "empty"),
         kind="vllm",
         prints=frozenset({"kv"}),

@@ -22,7 +22,7 @@ TOKENS = 1500  # long enough to be taken back on the way
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    case = vllm_case(tmp_path_factory.mktemp("vllm"))
+    case = vllm_case(tmp_path_factory.mktemp("vllm"), float32=True)
     with running(case.backend, case.knobs) as process:
         yield process
 

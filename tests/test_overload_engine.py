@@ -22,6 +22,7 @@ from tiny_gguf import write_tiny_llama
 pytestmark = pytest.mark.engine
 
 POOL_TOKENS, SLOTS, NEW_TOKENS = 3072, 8, 1200
+BELIEVED_TOKENS = 700
 
 CONFIG = f"""
 [knobs]
@@ -53,13 +54,16 @@ def served(model: Path, tmp_path: Path) -> Iterator[GuardProcess]:
 
 
 def misled() -> Adaptive:
-    """A policy that has seen nothing but short answers, as an earlier start may have."""
+    """A policy that has seen no answer end later than `BELIEVED_TOKENS`, as an earlier start may have.
+
+    Nor much earlier: as long as one that runs has not got there, others are admitted beside it.
+    """
     policy = Adaptive()
     policy.resize(Capacity(pool_tokens=POOL_TOKENS, ctx_tokens=2048, sequences=SLOTS))
     demand = Demand(route="completions", prompt_tokens=10, max_new_tokens=NEW_TOKENS)
     for lease_id in range(3000):
         policy.admit(lease_id, demand, "anonymous")
-        policy.release(lease_id, Ending.FINISHED, 1 + lease_id % 6)
+        policy.release(lease_id, Ending.FINISHED, BELIEVED_TOKENS - lease_id % 100)
     return policy
 
 
@@ -69,7 +73,7 @@ def admission(process: GuardProcess) -> dict[str, Any]:
 
 
 async def test_when_every_prediction_is_wrong_nothing_fails(served: GuardProcess) -> None:
-    """Believes that answers are short, then each runs to its maximum: 8 at once want three times the pool."""
+    """Believes that four fit at once, then each runs to its maximum, and three overflow the pool."""
     client = openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=200)
 
     async def stream(number: int) -> int:
