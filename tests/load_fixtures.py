@@ -12,6 +12,9 @@ from typing import Any
 
 import aiohttp
 
+from kvguard.domain import Capacity, Demand, Ending
+from kvguard_policies.admission.adaptive import Adaptive
+
 PATIENCE_S = 300.0
 
 
@@ -103,3 +106,17 @@ async def storm(url: str, bodies: Sequence[dict[str, Any]], *, rate_per_s: float
         answers = list(await asyncio.gather(*tasks))
     ends_s = [answer.begun_s + answer.took_s for answer in answers if answer.served]
     return Storm(answers=answers, seconds=max(ends_s, default=begun_s) - begun_s)
+
+
+def misled(capacity: Capacity, max_new_tokens: int, *, believed_tokens: int) -> Adaptive:
+    """A policy that has seen no answer end later than `believed_tokens`, as an earlier start may have.
+
+    Nor much earlier: as long as one that runs has not got there, others are admitted beside it.
+    """
+    policy = Adaptive()
+    policy.resize(capacity)
+    demand = Demand(route="completions", prompt_tokens=10, max_new_tokens=max_new_tokens)
+    for lease_id in range(3000):
+        policy.admit(lease_id, demand, "anonymous")
+        policy.release(lease_id, Ending.FINISHED, believed_tokens - lease_id % 100)
+    return policy

@@ -77,7 +77,7 @@ async def serving(
     supervision = FakeSupervision()
     metrics, events = Metrics(), Events()
     stack: Stack
-    settings = GuardSettings(keys=Keys(keys or {}), dialect=dialect, **options)
+    settings = GuardSettings(keys=Keys(keys or {}), dialect=lambda: dialect, **options)
     hot = GuardApp(
         supervision=supervision,
         limiter=limiter,

@@ -12,10 +12,9 @@ import openai
 import psutil
 import pytest
 
-from kvguard.domain import Capacity, Demand, Ending
+from kvguard.domain import Capacity
 from kvguard.lengths import Lengths
-from kvguard_policies.admission.adaptive import Adaptive
-from load_fixtures import ask, best_rate_per_s, storm
+from load_fixtures import ask, best_rate_per_s, misled, storm
 from serve_fixtures import GuardProcess, guard
 from tiny_gguf import write_tiny_llama
 
@@ -23,6 +22,7 @@ pytestmark = pytest.mark.engine
 
 POOL_TOKENS, SLOTS, NEW_TOKENS = 3072, 8, 1200
 BELIEVED_TOKENS = 700
+CAPACITY = Capacity(pool_tokens=POOL_TOKENS, ctx_tokens=2048, sequences=SLOTS)
 
 CONFIG = f"""
 [knobs]
@@ -47,24 +47,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def served(model: Path, tmp_path: Path) -> Iterator[GuardProcess]:
     (tmp_path / "kvguard.toml").write_text(CONFIG)
-    Lengths(misled(), tmp_path, "tiny").keep()
+    Lengths(misled(CAPACITY, NEW_TOKENS, believed_tokens=BELIEVED_TOKENS), tmp_path, "tiny").keep()
     with guard(str(model), "--config", str(tmp_path / "kvguard.toml"), state_dir=tmp_path) as process:
         process.until_ready()
         yield process
-
-
-def misled() -> Adaptive:
-    """A policy that has seen no answer end later than `BELIEVED_TOKENS`, as an earlier start may have.
-
-    Nor much earlier: as long as one that runs has not got there, others are admitted beside it.
-    """
-    policy = Adaptive()
-    policy.resize(Capacity(pool_tokens=POOL_TOKENS, ctx_tokens=2048, sequences=SLOTS))
-    demand = Demand(route="completions", prompt_tokens=10, max_new_tokens=NEW_TOKENS)
-    for lease_id in range(3000):
-        policy.admit(lease_id, demand, "anonymous")
-        policy.release(lease_id, Ending.FINISHED, BELIEVED_TOKENS - lease_id % 100)
-    return policy
 
 
 def admission(process: GuardProcess) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class InflightParts:
     upstream: Upstream
     drain: Drain
     metrics: Metrics
-    dialect: Dialect
+    dialect: Callable[[], Dialect]
     wait_s: float
     ping_waiting: bool = False
     ping_every_s: float = 10.0
@@ -223,7 +223,7 @@ class Inflight:
             task.cancel()
 
         def first_progress(new_tokens: int) -> None:
-            if not may_continue(flight.path, flight.body, self._p.dialect):
+            if not may_continue(flight.path, flight.body, self._p.dialect()):
                 lease.forbid_take_back()
             lease.progress(new_tokens)
 
@@ -264,7 +264,7 @@ class Inflight:
     def _once_more(self, flight: Flight) -> ErrorReply | None:
         """Let it wait again, with a deadline of its own, since it had its place."""
         flight.must_start_by_s = max(flight.must_start_by_s, self._p.clock() + self._p.wait_s)
-        return _refusal_to_continue(flight, self._p.dialect)
+        return _refusal_to_continue(flight, self._p.dialect())
 
     def _overflowed(self, flight: Flight) -> None:
         """The pool was overrun. Next time it starts only where its maximum fits, so that it happens once."""
@@ -335,7 +335,7 @@ class Inflight:
             await flight.reply.finish(last)
             return
         again = plan(
-            flight.path, body, sent, produced=produced, max_new_tokens=limit, dialect=self._p.dialect
+            flight.path, body, sent, produced=produced, max_new_tokens=limit, dialect=self._p.dialect()
         )
         flight.call, flight.joint = replace(flight.call, body=again.body), again.joint
 
@@ -388,6 +388,6 @@ def _refusal_to_continue(flight: Flight, dialect: Dialect) -> ErrorReply | None:
     except CannotContinue as exc:
         return ErrorReply(
             code="backend_restarted",
-            message=f"The backend was restarted while it answered, and the rest is lost: {exc}.",
+            message=f"The backend stopped in mid-answer, and the rest is lost: {exc}.",
         )
     return None

@@ -68,7 +68,7 @@ _log = structlog.get_logger("kvguard.api")
 class GuardSettings:
     """The settings that the request path needs.
 
-    dialect        how the engine names the length of an answer
+    dialect        how the engine names the length of an answer; an attached one is known when it answers
     wait_s         longest wait for a place, unless the request says less
     ping_waiting   send SSE comments to streams that wait for a place
     priorities     who goes first
@@ -76,7 +76,7 @@ class GuardSettings:
     """
 
     keys: Keys
-    dialect: Dialect = Dialect.UNKNOWN
+    dialect: Callable[[], Dialect] = lambda: Dialect.UNKNOWN
     wait_s: float = 120.0
     max_body_bytes: int = 64 * MIB
     ping_waiting: bool = False
@@ -166,10 +166,10 @@ class GuardApp:
         try:
             priority = self._settings.priorities.of(key, header(scope["headers"], PRIORITY_HEADER))
             body = await read_body(scope, receive, self._settings.max_body_bytes)
-            item = draft(route, body, self._settings.dialect)
+            item = draft(route, body, self._settings.dialect())
             capacity = self._supervision.snapshot.capacity
             if capacity is not None:
-                check_n(item, capacity, self._settings.dialect)
+                check_n(item, capacity, self._settings.dialect())
         except BodyTooLarge:
             await self._refuse(route, reply, _too_large(self._settings.max_body_bytes))
             return

@@ -90,7 +90,7 @@ class Guard:
             engine=self._engine,
             settings=GuardSettings(
                 keys=keys,
-                dialect=_DIALECTS.get(site.backend.name, Dialect.UNKNOWN),
+                dialect=self._dialect,
                 wait_s=settings.admission.deadline_s,
                 max_body_bytes=settings.server.max_body_bytes,
                 ping_waiting=settings.admission.queue_keepalive,
@@ -248,6 +248,11 @@ class Guard:
     def _engine(self) -> Any:
         life = self.supervisor.life
         return life.engine if life is not None and self.supervisor.snapshot.ready else None
+
+    def _dialect(self) -> Dialect:
+        """That of the engine that answers; an attached one has said what it is by then."""
+        backend = self.site.backend
+        return _DIALECTS.get(backend.name) or _DIALECTS.get(backend.version(), Dialect.UNKNOWN)
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         """Tell the limiter what the backend can hold now, and people when it is ready."""
